@@ -1,0 +1,1 @@
+"""Benchmarks, training runs and their reports on top of oppo_kit."""

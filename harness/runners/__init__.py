@@ -1,0 +1,1 @@
+"""One module per runner; each trains the same workload in a process of its own."""

@@ -1,0 +1,57 @@
+"""What an algorithm inherits: its config and no-op hooks.
+
+An algorithm is one class with a pydantic config. It never sees the generator, the schedule or the learner.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import ClassVar
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from oppo_kit.types import Group, RolloutBatch, StepReport, TokenChunk
+
+
+class AlgorithmConfig(BaseModel):
+    """Settings that every algorithm has; frozen, unknown keys refused."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    num_epochs: int = Field(default=1, ge=1, description="passes over a batch; 1 to 4")
+    num_mini_batches: int = Field(default=1, ge=1, description="optimizer steps per pass; 1 to 8, at most B")
+
+
+class AlgorithmBase:
+    """Inherit, set the class attributes, write ``prepare`` and ``loss``; override hooks as needed."""
+
+    name: ClassVar[str]
+    config_class: ClassVar[type[AlgorithmConfig]] = AlgorithmConfig
+    group_size: int = 1
+    scorers: frozenset[str] = frozenset({"reward"})
+    needs_critic: bool = False
+
+    def __init__(self, config: AlgorithmConfig) -> None:
+        self.config = config
+
+    @property
+    def num_epochs(self) -> int:
+        """Passes over a batch."""
+        return self.config.num_epochs
+
+    @property
+    def num_mini_batches(self) -> int:
+        """Optimizer steps per pass."""
+        return self.config.num_mini_batches
+
+    def on_chunk(self, chunks: Sequence[TokenChunk]) -> None:
+        """After every decode call."""
+
+    def on_complete(self, group: Group) -> None:
+        """A group has ended; it is not scored yet."""
+
+    def on_batch(self, batch: RolloutBatch) -> None:
+        """B groups are selected and scored, before ``prepare``."""
+
+    def on_update(self, report: StepReport) -> None:
+        """The weights were updated and handed to the generator."""

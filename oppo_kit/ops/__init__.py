@@ -1,0 +1,1 @@
+"""Pure tensor functions: log-probs, advantages, KL, masking, losses, noise. No model, no state."""

@@ -1,0 +1,178 @@
+"""The whole contract between the engine and its parts. Read this first.
+
+    prompts ─ admit ─► Generator ─ TokenChunk ─► engine ─ ended rollouts ─► ScorerHandle ─ scores ─┐
+                           ▲                                                                       ▼
+                           └── load_weights(version) ── Learner.update ◄── Algorithm.prepare ◄── RolloutBatch
+
+The engine calls every method from one thread and never two at a time on one object. Only a ScorerHandle may
+work elsewhere: the engine hands it rollouts, goes on, and waits on the future when the scores are needed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import Any, Protocol, runtime_checkable
+
+from torch import Tensor
+
+from oppo_kit.types import (
+    Group,
+    MicroBatch,
+    PolicyOutputs,
+    Prompt,
+    Rollout,
+    RolloutBatch,
+    RolloutKey,
+    Score,
+    StepReport,
+    TokenChunk,
+    TrainBatch,
+)
+
+State = dict[str, Any]
+"""Tensors and primitives, nested in dicts and lists, so that ``torch.load(weights_only=True)`` reads it."""
+
+
+class Clock(Protocol):
+    """Monotonic seconds; a virtual one drives tests and simulations."""
+
+    def now_s(self) -> float:
+        """Seconds since some fixed moment."""
+        ...
+
+
+class PromptSource(Protocol):
+    """An endless, deterministic sequence of prompts: draw n is the same prompt whenever it is asked for."""
+
+    def draw(self, draw_id: int) -> Prompt:
+        """The prompt of this draw; epochs wrap by themselves."""
+        ...
+
+
+class Generator(Protocol):
+    """Samples tokens for the live rollouts.
+
+    Noise depends on (seed, draw id, sample index, position) only: neither order, batch nor time may change
+    which token is sampled beyond rounding.
+    """
+
+    def admit(self, rollouts: Sequence[Rollout]) -> None:
+        """Take rollouts to decode; tokens that they already have are context and are not sampled again."""
+        ...
+
+    def decode(self, max_tokens: int) -> list[TokenChunk]:
+        """Advance every live rollout by up to ``max_tokens`` ticks; an ended one leaves by itself.
+
+        Returns one chunk per rollout that was live, in no particular order.
+        """
+        ...
+
+    def evict(self, keys: Sequence[RolloutKey]) -> None:
+        """Forget live rollouts; the unknown are ignored."""
+        ...
+
+    def load_weights(self, version: int) -> None:
+        """Take the learner's current weights; tokens sampled from now on carry ``version``."""
+        ...
+
+
+class Scorer(Protocol):
+    """Scores ended rollouts: a reward model, a reference policy, a Python function."""
+
+    name: str
+
+    def score(self, rollouts: Sequence[Rollout]) -> list[Score | None]:
+        """One score per rollout, in order; None abstains, and its group is rejected by the engine."""
+        ...
+
+
+class ScorerHandle(Protocol):
+    """A scorer somewhere (see ``oppo_kit.placement``): the engine sees futures only."""
+
+    name: str
+
+    def submit(self, rollouts: Sequence[Rollout]) -> Future[list[Score | None]]:
+        """Start scoring; a failure is the future's exception."""
+        ...
+
+    def close(self) -> None:
+        """Release what the placement holds; called once, also after a failure."""
+        ...
+
+
+@runtime_checkable
+class Algorithm(Protocol):
+    """What is learned from a batch. ``oppo_kit.algorithm.AlgorithmBase`` has no-op hooks to inherit."""
+
+    name: str
+    group_size: int
+    scorers: frozenset[str]
+    """Names of the scores it needs, of ``reward`` and ``reference``."""
+    needs_critic: bool
+    num_epochs: int
+    num_mini_batches: int
+
+    def prepare(self, batch: RolloutBatch) -> TrainBatch:
+        """Advantages, returns, pairs: all that needs the whole batch, without gradient."""
+        ...
+
+    def loss(self, micro_batch: MicroBatch, outputs: PolicyOutputs) -> tuple[Tensor, dict[str, Tensor]]:
+        """This micro-batch's addend of the step's loss, and addends of metrics.
+
+        Both are sums over rows or tokens divided by the step's totals, so that adding them up over
+        micro-batches gives the same number for every split.
+        """
+        ...
+
+    def on_chunk(self, chunks: Sequence[TokenChunk]) -> None:
+        """After every decode call."""
+        ...
+
+    def on_complete(self, group: Group) -> None:
+        """A group has ended; it is not scored yet."""
+        ...
+
+    def on_batch(self, batch: RolloutBatch) -> None:
+        """B groups are selected and scored, before ``prepare``."""
+        ...
+
+    def on_update(self, report: StepReport) -> None:
+        """The weights were updated and handed to the generator."""
+        ...
+
+
+class Learner(Protocol):
+    """Owns the models under training."""
+
+    def compute_values(self, batch: RolloutBatch) -> Tensor:
+        """[R, T] critic values under the weights about to be updated, zero past a row's end."""
+        ...
+
+    def update(self, batch: TrainBatch, algorithm: Algorithm) -> dict[str, float]:
+        """All epochs and mini-batches of one engine step; returns metrics.
+
+        Raises:
+            NonFiniteError: the loss or the gradient is not finite; the weights are as before the call.
+        """
+        ...
+
+
+class Schedule(Protocol):
+    """How many groups are in the air, and which are trained: the seam between the laws and the ideas."""
+
+    name: str
+    delta: int
+    max_age: int
+
+    def num_to_admit(self, num_held: int, batch_size: int, num_undrawn: int) -> int:
+        """Groups to admit at the start of a step that holds ``num_held`` in flight or queued."""
+        ...
+
+    def select(self, groups: Sequence[Group], batch_size: int, version: int, step: int) -> list[Group] | None:
+        """The batch in order of preference followed by its substitutes, or None while it must wait."""
+        ...
+
+
+EventListener = Callable[[str, dict[str, Any]], None]
+"""Called with a kind (``admitted``, ``decoded``, ``ended``, ``selected``, ``rejected``, ``updated``) and facts."""
