@@ -1,0 +1,364 @@
+"""The overlap engine: fill, decode, choose, score, learn, hand over the weights.
+
+    admit to B + Δ ─► decode a chunk ─► has a batch ended? ─no─┐   consumes: prompts, token chunks, scores
+         ▲                  ▲───────────────────────────────────┘   waits for: the first B groups, then their scores
+         │                        yes ─► scores ─► prepare ─► update ─► load_weights(version + 1)
+         └────────────────────────── the unfinished keep their tokens ◄──────────┘
+
+Knows no model, tokenizer or algorithm; all parts come through ``oppo_kit.protocols``. It runs in one thread; only
+scorer handles work elsewhere. Whatever a part raises ends the step with an error that names the part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from oppo_kit.config import OverlapConfig
+from oppo_kit.engine.buffer import OvercommitBuffer
+from oppo_kit.engine.schedules import create_schedule
+from oppo_kit.engine.scoring import ScoringDesk
+from oppo_kit.engine.state import STATE_VERSION, pack_group, unpack_group
+from oppo_kit.errors import ConfigError, NonFiniteError, OppoError, PartFailedError, StateError
+from oppo_kit.protocols import (
+    Algorithm,
+    Clock,
+    EventListener,
+    Generator,
+    Learner,
+    PromptSource,
+    ScorerHandle,
+    State,
+)
+from oppo_kit.telemetry.clock import MonotonicClock
+from oppo_kit.telemetry.stopwatch import Stopwatch
+from oppo_kit.types import Group, Rollout, RolloutBatch, RolloutKey, StepReport, TrainBatch
+
+NON_FINITE_LOSS = "non_finite"
+
+
+class OverlapEngine:
+    """Trains ``num_steps`` batches of B groups with B + Δ in the air.
+
+    ``run()`` is the whole loop. For a loop of one's own: ``batch = engine.collect()`` and
+    ``report = engine.step(batch)``, in turn, ``num_steps`` times.
+
+    Args:
+        algorithm: what is learned from a batch.
+        generator: samples responses; holds the same weights as the learner at the start (version 0).
+        scorers: by the names that the algorithm asks for.
+        learner: owns the models under training.
+        prompts: draw n is prompt n.
+        batch_size: B, groups per step.
+        num_steps: steps in all; steps × B groups are drawn, plus one for each that scoring rejects.
+        overlap: schedule, Δ, chunk size.
+        clock: monotonic seconds.
+        listeners: called with every event.
+
+    Raises:
+        ConfigError: the algorithm needs a scorer that is not given, or the settings contradict each other.
+    """
+
+    def __init__(
+        self,
+        *,
+        algorithm: Algorithm,
+        generator: Generator,
+        scorers: Mapping[str, ScorerHandle],
+        learner: Learner,
+        prompts: PromptSource,
+        batch_size: int,
+        num_steps: int,
+        overlap: OverlapConfig | None = None,
+        clock: Clock | None = None,
+        listeners: Sequence[EventListener] = (),
+    ) -> None:
+        overlap = overlap or OverlapConfig()
+        _check_settings(algorithm, scorers, batch_size, num_steps, overlap)
+        self.algorithm = algorithm
+        self.batch_size = batch_size
+        self.num_steps = num_steps
+        self.overlap = overlap
+        self.num_steps_done = 0
+        self.version = 0
+        self._generator = generator
+        self._learner = learner
+        self._prompts = prompts
+        self._schedule = create_schedule(overlap)
+        self._buffer = OvercommitBuffer()
+        self._desk = ScoringDesk({name: scorers[name] for name in sorted(algorithm.scorers)})
+        self._stopwatch = Stopwatch(clock or MonotonicClock(), stages=("generate", "score", "train", "sync"))
+        self._listeners = list(listeners)
+        self._tick = 0
+        self._tokens_decoded = 0
+
+    def run(self) -> Iterator[StepReport]:
+        """All remaining steps; yields a report after each."""
+        while self.num_steps_done < self.num_steps:
+            yield self.step(self.collect())
+
+    def collect(self) -> RolloutBatch:
+        """Decode until B groups are ended and scored; asked again before ``step`` it returns the same groups.
+
+        Raises:
+            PartFailedError: the generator or a scorer failed, or every group is rejected.
+            StateError: all steps are done.
+        """
+        if self.num_steps_done >= self.num_steps:
+            raise StateError(f"all {self.num_steps} steps are done; build an engine with more num_steps")
+        self._stopwatch.start_step()
+        self._admit(self._num_to_admit())
+        num_rejected = 0
+        while True:
+            groups = self._decode_until_selectable()
+            rejections = self._settle(groups)
+            if not rejections:
+                break
+            accepted = len(groups) - len(rejections)
+            num_rejected = 0 if accepted else num_rejected + len(rejections)
+            if num_rejected >= max(2 * self.batch_size, 8):
+                reasons = ", ".join(sorted(set(rejections.values())))
+                raise PartFailedError(
+                    f"the last {num_rejected} groups were all rejected ({reasons}); "
+                    "the reward must return a finite number for some responses; check it on one by hand"
+                )
+            for group in groups:
+                if group.draw_id in rejections:
+                    self._reject(group, rejections[group.draw_id])
+            self._admit(max(0, self.batch_size - len(self._buffer)))
+        batch = RolloutBatch.from_groups(groups, self.version)
+        if self.algorithm.needs_critic:
+            with self._part("train", "learner", groups):
+                batch.values = self._learner.compute_values(batch)
+        self._emit("selected", draws=[group.draw_id for group in groups], version=self.version)
+        self.algorithm.on_batch(batch)
+        return batch
+
+    def step(self, batch: RolloutBatch) -> StepReport:
+        """Train on a collected batch and hand the new weights to the generator.
+
+        A batch whose loss is not finite before any weight changed is rejected as ``non_finite``: it counts as a
+        step, and the version stays.
+
+        Raises:
+            PartFailedError: the learner or the generator failed.
+            StateError: the batch was trained before, or belongs to another version.
+        """
+        if batch.version != self.version:
+            raise StateError(
+                f"the batch was collected at version {batch.version}, the engine is at {self.version}; "
+                "call collect() and step() in turn"
+            )
+        with self._part("train", "learner", batch.groups):
+            train_batch = self.algorithm.prepare(batch)
+            metrics = self._update(train_batch)
+        report = self._report(batch, train_batch, metrics)
+        self._emit("updated", version=self.version, step=report.step)
+        self.algorithm.on_update(report)
+        return report
+
+    def close(self) -> None:
+        """Close the scorers' placements; safe to call twice."""
+        self._desk.close()
+
+    def __enter__(self) -> OverlapEngine:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def state_dict(self) -> State:
+        """Everything between two calls: rollouts in flight and queued, counts, versions, data position.
+
+        Tensors and primitives only. Scores that are still being computed are left out and asked for again.
+        """
+        return {
+            "state_version": STATE_VERSION,
+            "batch_size": self.batch_size,
+            "group_size": self.algorithm.group_size,
+            "num_steps_done": self.num_steps_done,
+            "version": self.version,
+            "tick": self._tick,
+            "num_drawn": self._buffer.num_drawn,
+            "num_trained": self._buffer.num_trained,
+            "rejected": dict(self._buffer.rejected),
+            "groups": [pack_group(group) for group in self._buffer.groups],
+        }
+
+    def load_state_dict(self, state: State) -> None:
+        """Go on from a saved state; the learner's weights must be loaded before.
+
+        Raises:
+            StateError: another format, B or group size, or damaged counts and rollouts.
+        """
+        for field, expected in (
+            ("state_version", STATE_VERSION),
+            ("batch_size", self.batch_size),
+            ("group_size", self.algorithm.group_size),
+        ):
+            if state.get(field) != expected:
+                raise StateError(f"saved state has {field}={state.get(field)}, this engine has {expected}")
+        groups = [unpack_group(packed) for packed in state["groups"]]
+        self._generator.evict([rollout.key for rollout in self._buffer.live_rollouts])
+        for group in self._buffer.groups:
+            self._desk.forget(group)
+        self._buffer.restore(
+            groups,
+            num_drawn=state["num_drawn"],
+            num_trained=state["num_trained"],
+            rejected=state["rejected"],
+        )
+        self.num_steps_done, self.version, self._tick = state["num_steps_done"], state["version"], state["tick"]
+        self._generator.load_weights(self.version)
+        self._generator.admit(self._buffer.live_rollouts)
+
+    def _num_to_admit(self) -> int:
+        num_left = (self.num_steps - self.num_steps_done) * self.batch_size - len(self._buffer)
+        return self._schedule.num_to_admit(len(self._buffer), self.batch_size, num_left)
+
+    def _admit(self, num_groups: int) -> None:
+        if not num_groups:
+            return
+        admitted: list[Rollout] = []
+        for _ in range(num_groups):
+            prompt = self._prompts.draw(self._buffer.num_drawn)
+            keys = [RolloutKey(prompt.draw_id, index) for index in range(self.algorithm.group_size)]
+            rollouts = [Rollout(key=key, prompt=prompt) for key in keys]
+            self._buffer.add(Group(prompt=prompt, rollouts=rollouts, admitted_step=self.num_steps_done))
+            admitted += rollouts
+        with self._part("generate", "generator", ()):
+            self._generator.admit(admitted)
+        self._emit("admitted", draws=sorted({rollout.key.draw_id for rollout in admitted}))
+
+    def _decode_until_selectable(self) -> list[Group]:
+        while True:
+            groups = self._schedule.select(
+                self._buffer.groups, self.batch_size, self.version, self.num_steps_done
+            )
+            if groups is not None:
+                return groups
+            if not self._buffer.live_rollouts:
+                raise StateError(
+                    f"nothing is in flight and {len(self._buffer)} ended groups do not make a batch of {self.batch_size}"
+                )
+            self._decode()
+
+    def _decode(self) -> None:
+        with self._part("generate", "generator", ()):
+            chunks = self._generator.decode(self.overlap.chunk_tokens)
+        if not chunks:
+            raise PartFailedError(
+                f"the generator returned no chunk while {len(self._buffer.live_rollouts)} responses are in flight"
+            )
+        ended = self._buffer.apply(chunks, base_tick=self._tick, step=self.num_steps_done)
+        self._tick += self.overlap.chunk_tokens
+        num_tokens = sum(len(chunk.token_ids) for chunk in chunks)
+        self._tokens_decoded += num_tokens
+        self.algorithm.on_chunk(chunks)
+        self._emit("decoded", num_tokens=num_tokens, num_rows=len(chunks))
+        for group in ended:
+            self.algorithm.on_complete(group)
+            self._emit("ended", draw=group.draw_id, tick=group.end_tick)
+        if self.overlap.score_at == "sample" and ended:
+            with self._part("score", "scorer", ended):
+                self._desk.submit(ended)
+
+    def _settle(self, groups: Sequence[Group]) -> dict[int, str]:
+        with self._part("score", "scorer", groups):
+            return self._desk.settle(groups)
+
+    def _reject(self, group: Group, reason: str) -> None:
+        self._desk.forget(group)
+        self._generator.evict(self._buffer.reject(group, reason))
+        self._emit("rejected", draw=group.draw_id, reason=reason)
+
+    def _update(self, train_batch: TrainBatch) -> dict[str, float]:
+        groups = train_batch.rollouts.groups
+        try:
+            metrics = self._learner.update(train_batch, self.algorithm)
+        except NonFiniteError:
+            for group in groups:
+                self._reject(group, NON_FINITE_LOSS)
+            return {"oppo/skipped_non_finite": 1.0}
+        self._buffer.take_trained(groups)
+        self.version += 1
+        with self._part("sync", "generator", ()):
+            self._generator.load_weights(self.version)
+        return metrics
+
+    def _report(self, batch: RolloutBatch, train_batch: TrainBatch, metrics: dict[str, float]) -> StepReport:
+        times = self._stopwatch.stop_step()
+        ages = [group.age(batch.version) for group in batch.groups]
+        lengths = batch.response_lengths.tolist()
+        rewards = batch.scores.get("reward")
+        is_trained = self.version != batch.version
+        report = StepReport(
+            step=self.num_steps_done,
+            version=batch.version,
+            delta=self._schedule.delta,
+            chunk_tokens=self.overlap.chunk_tokens,
+            groups_trained=len(batch.groups) if is_trained else 0,
+            responses_trained=batch.num_rows if is_trained else 0,
+            drawn=self._buffer.num_drawn,
+            trained=self._buffer.num_trained,
+            in_flight=self._buffer.num_in_flight,
+            queued=self._buffer.num_queued,
+            rejected=dict(self._buffer.rejected),
+            tokens_decoded=self._tokens_decoded,
+            tokens_trained=sum(lengths) if is_trained else 0,
+            **times,
+            age_mean=sum(ages) / len(ages),
+            age_max=max(ages),
+            num_deferred=sum(group.admitted_step < self.num_steps_done for group in batch.groups),
+            trained_lengths=lengths,
+            reward_mean=None if rewards is None else float(rewards.mean()),
+            metrics=train_batch.metrics | metrics,
+        )
+        self._tokens_decoded = 0
+        self.num_steps_done += 1
+        return report
+
+    @contextmanager
+    def _part(self, stage: str, part: str, groups: Sequence[Group]) -> Iterator[None]:
+        """Time a stage and turn whatever its part raises into an error of ours that names it."""
+        with self._stopwatch.measure(stage):
+            try:
+                yield
+            except OppoError:
+                raise
+            except Exception as error:
+                draws = f" on draws {[group.draw_id for group in groups]}" if groups else ""
+                raise PartFailedError(
+                    f"the {part} failed in step {self.num_steps_done}{draws}: {type(error).__name__}: {error}"
+                ) from error
+
+    def _emit(self, kind: str, **facts: Any) -> None:
+        for listener in self._listeners:
+            listener(kind, {"time_s": self._stopwatch.now_s(), **facts})
+
+
+def _check_settings(
+    algorithm: Algorithm,
+    scorers: Mapping[str, ScorerHandle],
+    batch_size: int,
+    num_steps: int,
+    overlap: OverlapConfig,
+) -> None:
+    missing = sorted(algorithm.scorers - set(scorers))
+    if missing:
+        raise ConfigError(
+            f"algorithm {algorithm.name!r} needs the scorers {missing}, but only {sorted(scorers)} are given; "
+            "pass them in scorers={...}"
+        )
+    if batch_size < 1 or num_steps < 1:
+        raise ConfigError(f"batch_size={batch_size} and num_steps={num_steps} must both be at least 1")
+    if overlap.delta > batch_size * overlap.max_age:
+        raise ConfigError(
+            f"delta={overlap.delta} exceeds batch_size × max_age = {batch_size * overlap.max_age}, "
+            "so more than B groups could be due at once; lower delta or raise max_age"
+        )
+    if algorithm.num_mini_batches > batch_size:
+        raise ConfigError(
+            f"num_mini_batches={algorithm.num_mini_batches} exceeds batch_size={batch_size}: a mini-batch would be empty"
+        )

@@ -1,0 +1,50 @@
+"""Splits the wall time of a step into its stages. Knows no stage by name."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+from oppo_kit.protocols import Clock
+
+
+class Stopwatch:
+    """Seconds of one step by stage; where stages nest, the inner one counts.
+
+    Args:
+        clock: monotonic seconds.
+        stages: names; ``stop_step`` returns one ``<name>_s`` for each.
+    """
+
+    def __init__(self, clock: Clock, *, stages: Sequence[str]) -> None:
+        self._clock = clock
+        self._start_s: float | None = None
+        self._seconds = dict.fromkeys(stages, 0.0)
+
+    def now_s(self) -> float:
+        """The clock's reading."""
+        return self._clock.now_s()
+
+    def start_step(self) -> None:
+        """Begin a step; no effect inside one."""
+        if self._start_s is None:
+            self._start_s = self._clock.now_s()
+
+    @contextmanager
+    def measure(self, stage: str) -> Iterator[None]:
+        """Add the time of the block, less that of stages measured inside it, to a stage."""
+        start_s, before_s = self._clock.now_s(), sum(self._seconds.values())
+        try:
+            yield
+        finally:
+            inner_s = sum(self._seconds.values()) - before_s
+            self._seconds[stage] += self._clock.now_s() - start_s - inner_s
+
+    def stop_step(self) -> dict[str, float]:
+        """``step_s``, one ``<stage>_s`` each, and ``engine_s``, the rest; starts afresh."""
+        now_s = self._clock.now_s()
+        step_s = 0.0 if self._start_s is None else now_s - self._start_s
+        times = {f"{stage}_s": seconds for stage, seconds in self._seconds.items()}
+        self._start_s = None
+        self._seconds = dict.fromkeys(self._seconds, 0.0)
+        return {"step_s": step_s, **times, "engine_s": step_s - sum(times.values())}
