@@ -36,6 +36,8 @@ from oppo_kit.telemetry.stopwatch import Stopwatch
 from oppo_kit.types import Group, Rollout, RolloutBatch, RolloutKey, StepReport, TrainBatch
 
 NON_FINITE_LOSS = "non_finite"
+# Fewer in a row can be bad luck with a reward that often abstains.
+MIN_REJECTED_IN_A_ROW = 32
 
 
 class OverlapEngine:
@@ -82,16 +84,27 @@ class OverlapEngine:
         self.overlap = overlap
         self.num_steps_done = 0
         self.version = 0
-        self._generator = generator
-        self._learner = learner
+        self.generator = generator
+        self.learner = learner
         self._prompts = prompts
         self._schedule = create_schedule(overlap)
         self._buffer = OvercommitBuffer()
-        self._desk = ScoringDesk({name: scorers[name] for name in sorted(algorithm.scorers)})
+        self.scorers = {name: scorers[name] for name in sorted(algorithm.scorers)}
+        self._desk = ScoringDesk(self.scorers)
         self._stopwatch = Stopwatch(clock or MonotonicClock(), stages=("generate", "score", "train", "sync"))
         self._listeners = list(listeners)
         self._tick = 0
         self._tokens_decoded = 0
+
+    @property
+    def num_in_flight(self) -> int:
+        """Groups with at least one live response."""
+        return self._buffer.num_in_flight
+
+    @property
+    def num_queued(self) -> int:
+        """Ended groups that wait for their training."""
+        return self._buffer.num_queued
 
     def run(self) -> Iterator[StepReport]:
         """All remaining steps; yields a report after each."""
@@ -117,7 +130,7 @@ class OverlapEngine:
                 break
             accepted = len(groups) - len(rejections)
             num_rejected = 0 if accepted else num_rejected + len(rejections)
-            if num_rejected >= max(2 * self.batch_size, 8):
+            if num_rejected >= max(4 * self.batch_size, MIN_REJECTED_IN_A_ROW):
                 reasons = ", ".join(sorted(set(rejections.values())))
                 raise PartFailedError(
                     f"the last {num_rejected} groups were all rejected ({reasons}); "
@@ -130,7 +143,7 @@ class OverlapEngine:
         batch = RolloutBatch.from_groups(groups, self.version)
         if self.algorithm.needs_critic:
             with self._part("train", "learner", groups):
-                batch.values = self._learner.compute_values(batch)
+                batch.values = self.learner.compute_values(batch)
         self._emit("selected", draws=[group.draw_id for group in groups], version=self.version)
         self.algorithm.on_batch(batch)
         return batch
@@ -200,7 +213,7 @@ class OverlapEngine:
             if state.get(field) != expected:
                 raise StateError(f"saved state has {field}={state.get(field)}, this engine has {expected}")
         groups = [unpack_group(packed) for packed in state["groups"]]
-        self._generator.evict([rollout.key for rollout in self._buffer.live_rollouts])
+        self.generator.evict([rollout.key for rollout in self._buffer.live_rollouts])
         for group in self._buffer.groups:
             self._desk.forget(group)
         self._buffer.restore(
@@ -210,8 +223,8 @@ class OverlapEngine:
             rejected=state["rejected"],
         )
         self.num_steps_done, self.version, self._tick = state["num_steps_done"], state["version"], state["tick"]
-        self._generator.load_weights(self.version)
-        self._generator.admit(self._buffer.live_rollouts)
+        self.generator.load_weights(self.version)
+        self.generator.admit(self._buffer.live_rollouts)
 
     def _num_to_admit(self) -> int:
         num_left = (self.num_steps - self.num_steps_done) * self.batch_size - len(self._buffer)
@@ -228,7 +241,7 @@ class OverlapEngine:
             self._buffer.add(Group(prompt=prompt, rollouts=rollouts, admitted_step=self.num_steps_done))
             admitted += rollouts
         with self._part("generate", "generator", ()):
-            self._generator.admit(admitted)
+            self.generator.admit(admitted)
         self._emit("admitted", draws=sorted({rollout.key.draw_id for rollout in admitted}))
 
     def _decode_until_selectable(self) -> list[Group]:
@@ -246,7 +259,7 @@ class OverlapEngine:
 
     def _decode(self) -> None:
         with self._part("generate", "generator", ()):
-            chunks = self._generator.decode(self.overlap.chunk_tokens)
+            chunks = self.generator.decode(self.overlap.chunk_tokens)
         if not chunks:
             raise PartFailedError(
                 f"the generator returned no chunk while {len(self._buffer.live_rollouts)} responses are in flight"
@@ -270,13 +283,13 @@ class OverlapEngine:
 
     def _reject(self, group: Group, reason: str) -> None:
         self._desk.forget(group)
-        self._generator.evict(self._buffer.reject(group, reason))
+        self.generator.evict(self._buffer.reject(group, reason))
         self._emit("rejected", draw=group.draw_id, reason=reason)
 
     def _update(self, train_batch: TrainBatch) -> dict[str, float]:
         groups = train_batch.rollouts.groups
         try:
-            metrics = self._learner.update(train_batch, self.algorithm)
+            metrics = self.learner.update(train_batch, self.algorithm)
         except NonFiniteError:
             for group in groups:
                 self._reject(group, NON_FINITE_LOSS)
@@ -284,7 +297,7 @@ class OverlapEngine:
         self._buffer.take_trained(groups)
         self.version += 1
         with self._part("sync", "generator", ()):
-            self._generator.load_weights(self.version)
+            self.generator.load_weights(self.version)
         return metrics
 
     def _report(self, batch: RolloutBatch, train_batch: TrainBatch, metrics: dict[str, float]) -> StepReport:

@@ -1,0 +1,1 @@
+"""Turns train batches into weight updates, on accelerate."""

@@ -1,0 +1,1 @@
+"""Where a scorer runs. The engine sees futures only."""

@@ -1,0 +1,237 @@
+"""The update loop: epochs × mini-batches of groups × micro-batches by a token budget.
+
+The gradient of an optimizer step is the same for every split into micro-batches: algorithms divide by the step's
+totals, and micro-batches add up. Rows are sorted by length, so padding is hardly computed.
+
+It does not know how advantages were made, nor that anything overlaps.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from torch import Tensor, nn
+from transformers import PreTrainedTokenizerBase, get_scheduler
+
+from oppo_kit.backends.forward import probe_causal_model, token_values
+from oppo_kit.config import LearnerConfig
+from oppo_kit.errors import ConfigError, NonFiniteError
+from oppo_kit.learner.modules import ActorCritic
+from oppo_kit.ops.batching import PaddedRows, length_sorted_batches, pad_prompts_and_responses
+from oppo_kit.protocols import Algorithm, State
+from oppo_kit.types import MicroBatch, RolloutBatch, TrainBatch
+
+
+class AccelerateLearner:
+    """Owns policy, critic, optimizer and learning-rate schedule.
+
+    Args:
+        policy: causal model, PEFT-wrapped or not; moved to the accelerator's device.
+        critic: sequence classifier with one label, or None.
+        config: optimizer settings.
+        temperature: of the sampling distribution.
+        num_steps: engine steps in all; the learning rate moves once per engine step.
+        seed: of the mini-batch order.
+        accelerator: with its trackers and precision; None: a plain one.
+
+    Raises:
+        ConfigError: more than one process.
+        ModelError: the policy's logits are no function of its last hidden states.
+    """
+
+    def __init__(
+        self,
+        policy: nn.Module,
+        critic: nn.Module | None,
+        *,
+        config: LearnerConfig,
+        temperature: float,
+        num_steps: int,
+        seed: int = 0,
+        accelerator: Accelerator | None = None,
+    ) -> None:
+        self.accelerator = accelerator or Accelerator()
+        if self.accelerator.num_processes > 1:
+            raise ConfigError(
+                f"{self.accelerator.num_processes} processes were started, but training runs in one; "
+                "start it with plain python instead of `accelerate launch` or `torchrun`"
+            )
+        probe_causal_model(policy)
+        self.config = config
+        module = ActorCritic(policy, critic, temperature=temperature)
+        trainable = [parameter for parameter in module.parameters() if parameter.requires_grad]
+        optimizer = torch.optim.AdamW(
+            trainable,
+            lr=config.learning_rate,
+            betas=(config.adam_beta1, config.adam_beta2),
+            eps=config.adam_epsilon,
+            weight_decay=config.weight_decay,
+            fused=True,
+        )
+        self._module, self._optimizer = self.accelerator.prepare(module, optimizer)
+        # Never prepared: accelerate would advance it once per optimizer step, and skip when accumulating.
+        self._scheduler = get_scheduler(
+            config.lr_scheduler_type,
+            self._optimizer,
+            num_warmup_steps=config.warmup_steps,
+            num_training_steps=num_steps,
+        )
+        self._order = torch.Generator().manual_seed(seed)
+        self._num_episodes = 0
+
+    @property
+    def policy(self) -> nn.Module:
+        """The policy under training."""
+        return self.accelerator.unwrap_model(self._module).policy
+
+    @property
+    def critic(self) -> nn.Module | None:
+        """The critic under training."""
+        return self.accelerator.unwrap_model(self._module).critic
+
+    @torch.no_grad()
+    def compute_values(self, batch: RolloutBatch) -> Tensor:
+        """[R, T] critic values under the current weights, zero past a row's end, on the CPU."""
+        critic = self.critic
+        if critic is None:
+            raise ConfigError("the algorithm needs a critic, but the learner has none; pass critic=")
+        values = torch.zeros_like(batch.behaviour_logprobs)
+        for indices in self._micro_batches(batch, list(range(batch.num_rows))):
+            rows = self._rows(batch, indices)
+            mask = rows.response_mask
+            values[indices, : rows.num_response_tokens] = torch.where(mask, token_values(critic, rows), 0.0).cpu()
+        return values
+
+    def update(self, batch: TrainBatch, algorithm: Algorithm) -> dict[str, float]:
+        """All epochs and mini-batches; metrics are means over the optimizer steps taken.
+
+        Raises:
+            NonFiniteError: the first loss or gradient is not finite; no weight has changed. A later one skips its
+                mini-batch and is counted in ``oppo/skipped_mini_batches``.
+        """
+        totals: dict[str, float] = {}
+        num_taken = num_skipped = 0
+        for _ in range(algorithm.num_epochs):
+            for rows in self._mini_batches(batch, algorithm.num_mini_batches):
+                metrics = self._optimizer_step(batch, rows, algorithm)
+                if metrics is None and not num_taken:
+                    raise NonFiniteError(
+                        "the loss or its gradient is not finite; the batch is left out, no weight has changed"
+                    )
+                if metrics is None:
+                    num_skipped += 1
+                    continue
+                num_taken += 1
+                for name, value in metrics.items():
+                    totals[name] = totals.get(name, 0.0) + value
+        learning_rate = self._scheduler.get_last_lr()[0]
+        self._scheduler.step()
+        self._num_episodes += batch.rollouts.num_rows
+        means = {name: total / num_taken for name, total in totals.items()}
+        extra = {"lr": learning_rate, "episode": float(self._num_episodes)}
+        if num_skipped:
+            extra["oppo/skipped_mini_batches"] = float(num_skipped)
+        return means | extra
+
+    def save_pretrained(self, folder: Path, tokenizer: PreTrainedTokenizerBase | None = None) -> None:
+        """Policy and tokenizer in Hugging Face format, the critic in ``critic/`` below."""
+        policy: Any = self.policy
+        policy.save_pretrained(folder)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(folder)
+        critic: Any = self.critic
+        if critic is not None:
+            critic.save_pretrained(folder / "critic")
+
+    def state_dict(self) -> State:
+        """Weights under training, optimizer, schedule, mini-batch order."""
+        return {
+            "module": self.accelerator.unwrap_model(self._module).state_dict(),
+            "optimizer": self._optimizer.state_dict(),
+            "scheduler": self._scheduler.state_dict(),
+            "order": self._order.get_state(),
+            "num_episodes": self._num_episodes,
+        }
+
+    def load_state_dict(self, state: State) -> None:
+        """Go on from ``state_dict``."""
+        self.accelerator.unwrap_model(self._module).load_state_dict(state["module"])
+        self._optimizer.load_state_dict(state["optimizer"])
+        self._scheduler.load_state_dict(state["scheduler"])
+        self._order.set_state(state["order"])
+        self._num_episodes = state["num_episodes"]
+
+    def _optimizer_step(self, batch: TrainBatch, rows: list[int], algorithm: Algorithm) -> dict[str, float] | None:
+        """One step over these rows; None, with nothing changed, if loss or gradient is not finite."""
+        num_tokens = int(batch.rollouts.response_lengths[rows].sum())
+        totals: dict[str, float] = {}
+        losses: list[float] = []
+        self._optimizer.zero_grad()
+        for indices in self._micro_batches(batch.rollouts, rows):
+            padded = self._rows(batch.rollouts, indices)
+            micro_batch = self._micro_batch(batch, indices, padded, num_tokens, len(rows))
+            loss, metrics = algorithm.loss(micro_batch, self._module(padded))
+            self.accelerator.backward(loss)
+            losses.append(float(loss.detach()))
+            for name, value in metrics.items():
+                totals[name] = totals.get(name, 0.0) + float(value)
+        norm = self._clip_gradient()
+        if not (torch.isfinite(torch.tensor(losses)).all() and torch.isfinite(norm)):
+            self._optimizer.zero_grad()
+            return None
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+        return totals | {"grad_norm": float(norm)}
+
+    def _clip_gradient(self) -> Tensor:
+        limit = float("inf") if self.config.max_grad_norm is None else self.config.max_grad_norm
+        parameters = [parameter for parameter in self._module.parameters() if parameter.requires_grad]
+        norm = self.accelerator.clip_grad_norm_(parameters, limit)
+        return torch.zeros(()) if norm is None else norm
+
+    def _mini_batches(self, batch: TrainBatch, num_mini_batches: int) -> list[list[int]]:
+        """Row indices per optimizer step: whole groups in a fresh random order."""
+        group_size = batch.rollouts.group_size
+        order = torch.randperm(len(batch.rollouts.groups), generator=self._order)
+        return [
+            [group * group_size + member for group in part.tolist() for member in range(group_size)]
+            for part in order.tensor_split(num_mini_batches)
+            if len(part)
+        ]
+
+    def _micro_batches(self, batch: RolloutBatch, rows: list[int]) -> list[list[int]]:
+        lengths = [len(batch.prompt_ids[row]) + int(batch.response_lengths[row]) for row in rows]
+        return [
+            [rows[index] for index in indices]
+            for indices in length_sorted_batches(lengths, self.config.micro_batch_tokens)
+        ]
+
+    def _rows(self, batch: RolloutBatch, indices: list[int]) -> PaddedRows:
+        lengths = batch.response_lengths[indices].tolist()
+        return pad_prompts_and_responses(
+            [batch.prompt_ids[index] for index in indices],
+            [batch.response_ids[index, :length].tolist() for index, length in zip(indices, lengths, strict=True)],
+        ).to(self.accelerator.device)
+
+    def _micro_batch(
+        self, batch: TrainBatch, indices: list[int], rows: PaddedRows, num_tokens: int, num_rows: int
+    ) -> MicroBatch:
+        width = batch.rollouts.response_ids.shape[1]
+
+        def cut(tensor: Tensor) -> Tensor:
+            chosen = tensor[indices]
+            if tensor.dim() > 1 and tensor.shape[1] == width:
+                chosen = chosen[:, : rows.num_response_tokens]
+            return chosen.to(self.accelerator.device)
+
+        return MicroBatch(
+            mask=rows.response_mask,
+            tensors={name: cut(tensor) for name, tensor in batch.tensors.items()},
+            num_step_tokens=num_tokens,
+            num_step_rows=num_rows,
+        )
+
+
