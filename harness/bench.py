@@ -1,0 +1,242 @@
+"""``oppo-kit bench``: the same work by every runner, in turn, and what it cost.
+
+    calibrate threads ─► pair 0: A B C ─► pair 1: C B A ─► pair 2: A B C … ─► bound ─► result.json, report.md
+
+Each run is a process of its own. ``result.json`` is written anew after every run, so an interrupt loses one run.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shlex
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from harness.environment import describe_environment, num_usable_cores
+from harness.measurement.bound import StageCosts, best_of, bound_of
+from harness.processes import run_in_process
+from harness.report import write_report
+from harness.runners.base import RunSpec
+from harness.schema import Environment, Result, Run, Runner, Workload
+from harness.statistics import fill_derived
+from harness.workloads.loading import load_workload
+from oppo_kit.config import TrainConfig
+from oppo_kit.errors import ConfigError, UnknownNameError
+from oppo_kit.registry import load_algorithm_class
+
+RUNNERS = {
+    "trl": "TRL 1.12's PPOTrainer on the same work, at its best fair settings",
+    "sequential": "our backend without overlap: decode all B, score, train",
+    "overcommit": "B + Δ in the air, the first B that end are trained, the rest are carried on",
+}
+# Thread counts that are tried: more than the cores only disturb.
+_CALIBRATION_STEPS = 3
+
+
+@dataclass(frozen=True)
+class BenchPlan:
+    """What ``oppo-kit bench`` was asked to do."""
+
+    name: str
+    train: TrainConfig
+    runners: Sequence[str]
+    num_pairs: int
+    eval_every: int
+    num_eval_problems: int
+    num_warmup_steps: int
+    is_quick: bool
+    folder: Path
+    num_threads: int | None = None
+    command: str = field(default_factory=lambda: shlex.join(["oppo-kit", *sys.argv[1:]]))
+
+
+def run_bench(plan: BenchPlan, console: Console) -> Result:
+    """Carry out a plan; returns the result as it stands in ``result.json``.
+
+    Raises:
+        ConfigError: a runner that is unknown or cannot do this workload.
+        PartFailedError: a run failed; what was measured before is kept.
+    """
+    _check_plan(plan)
+    environment = describe_environment()
+    workload = _describe_workload(plan)
+    plan.folder.mkdir(parents=True, exist_ok=True)
+    runners: dict[str, Runner] = {}
+    with _progress(console) as progress:
+        for name in plan.runners:
+            calibration = {} if plan.num_threads else _calibrate(plan, name, progress)
+            runners[name] = Runner(
+                name=name, description=RUNNERS[name], calibration_step_s=calibration, runs=[]
+            )
+        for pair in range(plan.num_pairs):
+            order = list(plan.runners) if pair % 2 == 0 else list(reversed(plan.runners))
+            for name in order:
+                num_threads = plan.num_threads or _fastest(runners[name].calibration_step_s)
+                runners[name].runs.append(_run(plan, name, pair, num_threads, progress))
+                _save(_result(plan, environment, workload, runners, None), plan.folder)
+        costs = _measure_bound(plan, progress)
+    result = _result(plan, environment, workload, runners, costs)
+    _save(result, plan.folder)
+    write_report(result, plan.folder)
+    return result
+
+
+def _check_plan(plan: BenchPlan) -> None:
+    for name in plan.runners:
+        if name not in RUNNERS:
+            raise UnknownNameError("runner", name, RUNNERS)
+    if not plan.runners:
+        raise ConfigError(f"no runner was named; choose from {', '.join(RUNNERS)}")
+    if "overcommit" in plan.runners and plan.train.overlap.delta == 0:
+        raise ConfigError(
+            "runner 'overcommit' needs overlap.delta > 0: with 0 it is 'sequential'; "
+            f"pass --set overlap.delta={max(1, plan.train.batch_size // 2)}"
+        )
+    if plan.train.num_steps <= plan.num_warmup_steps:
+        raise ConfigError(
+            f"num_steps={plan.train.num_steps} leaves nothing to measure after {plan.num_warmup_steps} warm-up steps; "
+            "raise --steps"
+        )
+
+
+def _describe_workload(plan: BenchPlan) -> Workload:
+    train = plan.train
+    loaded = load_workload(train, num_eval_problems=plan.num_eval_problems)
+    held_out = json.dumps([list(prompt.token_ids) for prompt in loaded.eval_prompts])
+    functions = ", ".join(f"{f.__module__}:{f.__name__}" for f in loaded.reward_functions)
+    needs_critic = load_algorithm_class(train.algo).needs_critic
+    return Workload(
+        task=train.task if train.dataset is None else train.dataset,
+        algorithm=train.algo,
+        model=train.model,
+        reward=functions or train.reward or str(loaded.task.default_reward),
+        critic=(train.critic or "from the reward model" if loaded.reward_path else "from the policy")
+        if needs_critic
+        else None,
+        batch_size=train.batch_size,
+        group_size=load_algorithm_class(train.algo).group_size,
+        num_steps=train.num_steps,
+        num_warmup_steps=plan.num_warmup_steps,
+        response_length=train.sampling.response_length,
+        temperature=train.sampling.temperature,
+        dtype=train.dtype,
+        num_eval_problems=len(loaded.eval_prompts),
+        eval_sha256=hashlib.sha256(held_out.encode()).hexdigest(),
+        config=train.model_dump(mode="json"),
+    )
+
+
+def _spec(plan: BenchPlan, runner: str, pair: int, num_threads: int) -> RunSpec:
+    return RunSpec(
+        runner=runner,
+        seed=plan.train.seed + pair,
+        pair=pair,
+        num_threads=num_threads,
+        train=plan.train,
+        eval_every=plan.eval_every,
+        num_eval_problems=plan.num_eval_problems,
+        num_warmup_steps=plan.num_warmup_steps,
+    )
+
+
+def _thread_counts() -> list[int]:
+    cores = num_usable_cores()
+    return [count for count in (1, 2, 4, 8) if count <= cores] or [1]
+
+
+def _calibrate(plan: BenchPlan, runner: str, progress: Progress) -> dict[str, list[float]]:
+    """Seconds of a few steps by thread count, the first step left out."""
+    counts = _thread_counts()
+    if len(counts) == 1:
+        return {str(counts[0]): []}
+    measured: dict[str, list[float]] = {}
+    for count in counts:
+        train = plan.train.model_copy(update={"num_steps": min(_CALIBRATION_STEPS, plan.train.num_steps)})
+        spec = _spec(plan, runner, 0, count).model_copy(
+            update={"train": train, "eval_every": 0, "num_eval_problems": 0}
+        )
+        label = f"{runner}: {count} thread{'s' if count > 1 else ''}"
+        run = _run_with_bar(spec, plan.folder / "calibration" / f"{runner}-{count}", label, progress)
+        measured[str(count)] = [step.step_s for step in run.steps[1:]]
+    return measured
+
+
+def _fastest(calibration: dict[str, list[float]]) -> int:
+    """The thread count with the smallest median; without samples the only one."""
+    return int(min(calibration, key=lambda count: median(calibration[count] or [0.0])))
+
+
+def _run(plan: BenchPlan, name: str, pair: int, num_threads: int, progress: Progress) -> Run:
+    spec = _spec(plan, name, pair, num_threads)
+    label = f"{name}, seed {spec.seed}"
+    return _run_with_bar(spec, plan.folder / "runs" / f"{name}-seed{spec.seed}", label, progress)
+
+
+def _run_with_bar(spec: RunSpec, folder: Path, label: str, progress: Progress) -> Run:
+    bar = progress.add_task(label, total=spec.train.num_steps, note="loading")
+
+    def on_progress(facts: dict) -> None:
+        reward = facts["reward_mean"]
+        note = f"{facts['step_s']:.2f} s/step" + ("" if reward is None else f", reward {reward:.2f}")
+        progress.update(bar, advance=1, note=note)
+
+    run = run_in_process(spec, folder, Run, on_progress=on_progress)
+    progress.update(bar, note=f"{run.total_train_s:.0f} s of training")
+    return run
+
+
+def _measure_bound(plan: BenchPlan, progress: Progress) -> StageCosts:
+    counts = [plan.num_threads] if plan.num_threads else _thread_counts()
+    bar = progress.add_task("bound: each stage alone", total=len(counts), note="")
+    costs = []
+    for count in counts:
+        folder = plan.folder / "calibration" / f"bound-{count}"
+        spec = _spec(plan, "sequential", 0, count)
+        costs.append(run_in_process(spec, folder, StageCosts, module="harness.measurement.bound"))
+        progress.update(bar, advance=1)
+    return best_of(costs)
+
+
+def _result(
+    plan: BenchPlan,
+    environment: Environment,
+    workload: Workload,
+    runners: dict[str, Runner],
+    costs: StageCosts | None,
+) -> Result:
+    finished = {name: runner for name, runner in runners.items() if runner.runs}
+    result = Result(
+        name=plan.name,
+        command=plan.command,
+        is_quick=plan.is_quick,
+        environment=environment,
+        workload=workload,
+        runners=finished,
+        bound=None if costs is None else bound_of(costs, finished, plan.num_warmup_steps),
+    )
+    return fill_derived(result)
+
+
+def _save(result: Result, folder: Path) -> None:
+    """Atomically: a reader never meets half a file."""
+    temporary = folder / "result.json.tmp"
+    temporary.write_text(result.model_dump_json(indent=1))
+    temporary.replace(folder / "result.json")
+
+
+def _progress(console: Console) -> Progress:
+    return Progress(
+        TextColumn("{task.description}"),
+        BarColumn(bar_width=24),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TextColumn("{task.fields[note]}"),
+        console=console,
+    )

@@ -1,0 +1,199 @@
+"""The command ``oppo-kit``: bench, train, report, doctor. Parses and prints; the work is done elsewhere.
+
+Nothing heavy is imported before a command needs it, so that ``--help`` and ``doctor`` load no algorithm.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from datetime import datetime
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.logging import RichHandler
+
+from oppo_kit.errors import ConfigError, OppoError
+
+app = typer.Typer(
+    add_completion=False, no_args_is_help=True, help="Online RL of language models with an overlapped pipeline."
+)
+
+ConfigFile = Annotated[Path | None, typer.Argument(help="YAML with the settings; options and --set go on top")]
+Algo = Annotated[str | None, typer.Option(help="algorithm, for example ppo")]
+Model = Annotated[str | None, typer.Option(help="policy: alias, hub id or folder")]
+Task = Annotated[str | None, typer.Option(help="tiny, free_form, math or code")]
+Dataset = Annotated[str | None, typer.Option(help="hub id, JSONL or parquet file with prompts of your own")]
+PromptColumn = Annotated[str | None, typer.Option(help="column of the prompt: text or messages")]
+Reward = Annotated[str | None, typer.Option(help="reward model (alias, hub id, folder) or module:function")]
+ActorLora = Annotated[bool, typer.Option("--actor-lora", help="train LoRA adapters instead of all weights")]
+BatchSize = Annotated[int | None, typer.Option(help="B, prompts trained per step")]
+Steps = Annotated[int | None, typer.Option(help="training steps")]
+Seed = Annotated[int | None, typer.Option(help="of everything random")]
+Sets = Annotated[list[str] | None, typer.Option("--set", help="any setting, for example overlap.delta=8; repeatable")]
+Out = Annotated[Path | None, typer.Option(help="folder for the results; default: a new one below runs/")]
+
+# A smoke run: every stage, every file, in under 90 seconds on two cores.
+_QUICK_STEPS = 3
+_QUICK_SETTINGS = ["batch_size=8", "sampling.response_length=48", "overlap.delta=4"]
+
+
+@app.command()
+def bench(
+    config: ConfigFile = None,
+    algo: Algo = None,
+    model: Model = None,
+    task: Task = None,
+    dataset: Dataset = None,
+    prompt_column: PromptColumn = None,
+    reward: Reward = None,
+    actor_lora: ActorLora = False,
+    batch_size: BatchSize = None,
+    steps: Steps = None,
+    seed: Seed = None,
+    sets: Sets = None,
+    runners: Annotated[str | None, typer.Option(help="comma-separated; default trl,sequential,overcommit")] = None,
+    pairs: Annotated[int, typer.Option(min=1, help="repetitions, each with its own seed; 3 or more to be quoted")] = 3,
+    evaluations: Annotated[int, typer.Option(min=1, help="evaluations during a run, besides the first")] = 4,
+    eval_problems: Annotated[int, typer.Option(min=1, help="size of the fixed held-out set")] = 512,
+    warmup: Annotated[int, typer.Option(min=0, help="first steps that no ratio counts")] = 2,
+    threads: Annotated[int | None, typer.Option(min=1, help="thread count for all; default: the fastest of each")] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="a smoke run in under 90 s; never quote its figures")] = False,
+    out: Out = None,
+) -> None:
+    """Measure TRL, sequential and overlapped training on the same work; write table, plots and result.json."""
+    from harness.bench import RUNNERS, BenchPlan, run_bench
+    from harness.formatting import one_sentence_of
+    from harness.settings import load_train_config
+    from harness.terminal import summary_table
+
+    options = _options(algo, model, task, dataset, prompt_column, reward, actor_lora, batch_size, steps, seed)
+    overrides = list(sets or [])
+    if quick:
+        overrides = [*_QUICK_SETTINGS, f"num_steps={steps or _QUICK_STEPS}", *overrides]
+    train = load_train_config(config, options=options, overrides=overrides)
+    folder = _new_folder(out, f"{train.algo}-{train.model}", "result.json")
+    plan = BenchPlan(
+        name=folder.name,
+        train=train,
+        runners=runners.split(",") if runners else list(RUNNERS),
+        num_pairs=1 if quick else pairs,
+        eval_every=max(1, train.num_steps // (1 if quick else evaluations)),
+        num_eval_problems=32 if quick else eval_problems,
+        num_warmup_steps=1 if quick else warmup,
+        is_quick=quick,
+        folder=folder,
+        num_threads=1 if quick else threads,
+    )
+    console = Console()
+    result = run_bench(plan, console)
+    console.print(summary_table(result))
+    console.print(one_sentence_of(result), markup=False)
+    console.print(f"report: {folder / 'report.md'}   results: {folder / 'result.json'}", markup=False)
+
+
+@app.command()
+def train(
+    config: ConfigFile = None,
+    algo: Algo = None,
+    model: Model = None,
+    task: Task = None,
+    dataset: Dataset = None,
+    prompt_column: PromptColumn = None,
+    reward: Reward = None,
+    actor_lora: ActorLora = False,
+    batch_size: BatchSize = None,
+    steps: Steps = None,
+    seed: Seed = None,
+    sets: Sets = None,
+    report_to: Annotated[list[str] | None, typer.Option(help="tracker: tensorboard, wandb, trackio; repeatable")] = None,
+    save_every: Annotated[int, typer.Option(min=0, help="steps between checkpoints; 0: only at the end")] = 0,
+    resume: Annotated[bool, typer.Option("--resume", help="go on from the checkpoint in --out")] = False,
+    out: Out = None,
+) -> None:
+    """Train a model and save it in Hugging Face format."""
+    from harness.settings import load_train_config
+    from harness.training import CONFIG_NAME, run_training
+
+    options = _options(algo, model, task, dataset, prompt_column, reward, actor_lora, batch_size, steps, seed)
+    settings = load_train_config(config, options=options, overrides=sets or [])
+    if resume and out is None:
+        raise ConfigError("--resume needs --out, the folder of the run to go on with")
+    folder = out if resume and out else _new_folder(out, f"train-{settings.algo}-{settings.model}", CONFIG_NAME)
+    console = Console()
+    model_folder = run_training(
+        settings, folder, console, report_to=report_to or [], save_every=save_every, is_resumed=resume
+    )
+    console.print(f"model: {model_folder}", markup=False)
+
+
+@app.command()
+def report(runs: Annotated[list[Path], typer.Argument(help="folders of finished benchmarks")]) -> None:
+    """Render the reports of finished benchmarks again."""
+    from harness.report import report_runs
+
+    for file in report_runs(runs):
+        print(file)
+
+
+@app.command()
+def doctor() -> None:
+    """What this machine has, what is missing, and what to install."""
+    from harness.doctor import print_findings
+
+    print_findings(Console())
+
+
+def main() -> None:
+    """Entry point: an error of ours is one line on standard error and exit code 2."""
+    logging.basicConfig(
+        level=logging.INFO, format="%(message)s", handlers=[RichHandler(console=Console(stderr=True), show_path=False)]
+    )
+    for noisy in ("httpx", "datasets", "transformers", "accelerate"):
+        logging.getLogger(noisy).setLevel(logging.WARNING)
+    try:
+        app()
+    except OppoError as error:
+        print(f"error: {error}", file=sys.stderr)
+        for note in getattr(error, "__notes__", []):
+            print(f"  {note}", file=sys.stderr)
+        sys.exit(2)
+
+
+def _options(  # noqa: PLR0917
+    algo: str | None,
+    model: str | None,
+    task: str | None,
+    dataset: str | None,
+    prompt_column: str | None,
+    reward: str | None,
+    actor_lora: bool,
+    batch_size: int | None,
+    steps: int | None,
+    seed: int | None,
+) -> dict[str, Any]:
+    """The shared options by configuration key; None where an option was not given."""
+    return {
+        "algo": algo,
+        "model": model,
+        "task": task,
+        "dataset": dataset,
+        "prompt_column": prompt_column,
+        "reward": reward,
+        "actor_lora": {} if actor_lora else None,
+        "batch_size": batch_size,
+        "num_steps": steps,
+        "seed": seed,
+    }
+
+
+def _new_folder(out: Path | None, stem: str, marker: str) -> Path:
+    """``--out``, which must not hold a result yet, or a fresh folder below ``runs/``."""
+    if out is None:
+        name = "".join(character if character.isalnum() or character in "-._" else "-" for character in stem)
+        return Path("runs") / f"{name}-{datetime.now():%Y%m%d-%H%M%S}"
+    if (out / marker).exists():
+        raise ConfigError(f"{out} holds {marker} already; pass another --out, or remove it")
+    return out

@@ -1,0 +1,85 @@
+"""Runs one specification in a process of its own and brings back what it measured.
+
+Waits for: the child's lines and its end. Unblocked by: the child, also when it dies; an interrupt ends the child.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+from pydantic import BaseModel
+
+from harness.runners.base import RunSpec
+from oppo_kit.errors import OppoError, PartFailedError
+
+_NUM_LOG_LINES = 12
+ResultT = TypeVar("ResultT", bound=BaseModel)
+
+
+def run_in_process(
+    spec: RunSpec,
+    folder: Path,
+    result_class: type[ResultT],
+    *,
+    module: str = "harness.runners.child",
+    on_progress: Callable[[dict], None] = lambda facts: None,
+) -> ResultT:
+    """Carry out ``python -m module SPEC RESULT`` and read the result.
+
+    Args:
+        spec: what to run.
+        folder: for the specification, the log and the result; kept.
+        result_class: of the result file.
+        module: reads a RunSpec, writes a result.
+        on_progress: called with the facts of each progress line.
+
+    Raises:
+        PartFailedError: the process failed; holds the end of its log.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    spec_file, result_file, log_file = folder / "spec.json", folder / "run.json", folder / "log.txt"
+    spec_file.write_text(spec.model_dump_json(indent=2))
+    result_file.unlink(missing_ok=True)
+    command = [sys.executable, "-m", module, str(spec_file), str(result_file)]
+    with log_file.open("w") as log:
+        child = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=log, text=True, env=_child_environment(spec.num_threads)
+        )
+        try:
+            assert child.stdout is not None
+            for line in child.stdout:
+                if line.startswith('{"progress"'):
+                    on_progress(json.loads(line)["progress"])
+                else:
+                    log.write(line)
+            code = child.wait()
+        finally:
+            if child.poll() is None:
+                child.kill()
+                child.wait()
+    if code != 0 or not result_file.exists():
+        raise _failure(spec, code, log_file)
+    return result_class.model_validate_json(result_file.read_text())
+
+
+def _child_environment(num_threads: int) -> dict[str, str]:
+    return os.environ | {
+        "OMP_NUM_THREADS": str(num_threads),
+        "TOKENIZERS_PARALLELISM": "false",
+        "HF_HUB_DISABLE_TELEMETRY": "1",
+        "TRL_EXPERIMENTAL_SILENCE": "1",
+        "PYTHONUNBUFFERED": "1",
+    }
+
+
+def _failure(spec: RunSpec, code: int, log_file: Path) -> OppoError:
+    lines = [line for line in log_file.read_text(errors="replace").splitlines() if line.strip()]
+    end = "\n".join(lines[-_NUM_LOG_LINES:]) or "(the log is empty)"
+    cause = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
+    return PartFailedError(f"runner {spec.runner!r}, seed {spec.seed}, {cause}; end of {log_file}:\n{end}")
