@@ -50,6 +50,14 @@ def package_versions() -> dict[str, str]:
     return versions
 
 
+def quieten_transformers() -> None:
+    """No progress bars, no reports on missing weights: what matters of them is said by our own loading code."""
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    logging.set_verbosity_error()
+
+
 def _git(*arguments: str) -> str | None:
     try:
         done = subprocess.run(

@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from transformers import set_seed
 
+from harness.environment import quieten_transformers
 from harness.runners.oppo import make_engine
 from harness.workloads.loading import load_workload
 from oppo_kit.checkpoint import load_checkpoint, save_checkpoint
@@ -50,6 +51,7 @@ def run_training(
         StateError: the folder holds another run, or nothing to resume.
     """
     _claim_folder(folder, train, is_resumed)
+    quieten_transformers()
     set_seed(train.seed)
     accelerator = Accelerator(project_dir=str(folder))
     workload = load_workload(train, num_eval_problems=0)

@@ -104,9 +104,12 @@ def main(spec_file: Path, result_file: Path) -> None:
     import torch
     from transformers import set_seed
 
+    from harness.environment import quieten_transformers
+
     spec = RunSpec.model_validate_json(spec_file.read_text())
     torch.set_num_threads(spec.num_threads)
     set_seed(spec.seed)
+    quieten_transformers()
     result_file.write_text(measure_costs(spec).model_dump_json())
 
 

@@ -24,6 +24,7 @@ def main(spec_file: Path, result_file: Path) -> None:
     import torch
     from transformers import set_seed
 
+    from harness.environment import quieten_transformers
     from harness.measurement.utilisation import to_results
     from harness.runners.base import HeldOutEvaluator
     from harness.schema import Run, Step
@@ -33,6 +34,7 @@ def main(spec_file: Path, result_file: Path) -> None:
 
     torch.set_num_threads(spec.num_threads)
     set_seed(spec.seed)
+    quieten_transformers()
     clock = MonotonicClock()
     started_at, start_s = datetime.now(UTC), clock.now_s()
     train = spec.train.model_copy(update={"seed": spec.seed})

@@ -39,7 +39,9 @@ def make_engine(train: TrainConfig, workload: Workload, **options: Any) -> Overl
     reward = (
         workload.make_reward()
         if workload.reward_path is not None
-        else FunctionScorer(workload.reward_functions, workload.tokenizer)
+        else FunctionScorer(
+            workload.reward_functions, workload.tokenizer, prompt_column=workload.prompt_column
+        )
     )
     return build_engine(
         train,

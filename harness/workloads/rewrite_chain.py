@@ -14,6 +14,7 @@ tokenizer or model, and it draws random numbers only from a generator that is pa
 """
 
 import hashlib
+import itertools
 import math
 import random
 import re
@@ -111,7 +112,7 @@ class ChainReport:
 
     @property
     def is_chain_right(self) -> bool:
-        """Returns whether every standing step is valid: stricter than ``is_correct`` on errors that cancel."""
+        """Returns whether every standing step is valid: stricter than the answer where errors cancel."""
         return self.is_well_formed and all(step.is_valid for step in self.standing_steps)
 
 
@@ -171,8 +172,8 @@ def generate_problem(
     value = generator.randint(0, MAX_VALUE)
     parts = [str(value)]
     for _ in range(num_terms):
-        sizes = [size for size in range(-MAX_TERM, MAX_TERM + 1) if size != 0 and 0 <= value + size <= MAX_VALUE]
-        term = generator.choice(sizes)
+        sizes = [size for size in range(-MAX_TERM, MAX_TERM + 1) if size != 0]
+        term = generator.choice([size for size in sizes if 0 <= value + size <= MAX_VALUE])
         value += term
         parts.append(f"{term:+d}")
     return "".join(parts)
@@ -335,7 +336,7 @@ def _stratum_sizes(num_problems: int) -> list[int]:
         return 0.5 * (1 + math.erf(math.log(bound / MEDIAN_NUM_TERMS) / (SIGMA_NUM_TERMS * math.sqrt(2))))
 
     edges = [0.0, *(below(count + 0.5) for count in range(1, MAX_NUM_TERMS)), 1.0]
-    shares = [num_problems * (high - low) for low, high in zip(edges, edges[1:], strict=False)]
+    shares = [num_problems * (high - low) for low, high in itertools.pairwise(edges)]
     sizes = [math.floor(share) for share in shares]
     by_remainder = sorted(range(len(shares)), key=lambda index: sizes[index] - shares[index])
     for index in by_remainder[: num_problems - sum(sizes)]:

@@ -1,0 +1,269 @@
+"""Runs stock TRL 1.12 ``PPOTrainer`` on the same work as our runners, at its best fair settings.
+
+It knows neither the engine nor its backends: TRL generates, scores and trains by itself, and is measured from
+outside (``trl_recorder``). Nothing of its work is changed but one attribute (last point).
+
+What makes the comparison fair, and TRL as fast as its users can have it:
+
+- Same prompts: draws 0 … steps × B - 1 are the data set, read for exactly one epoch. TRL shuffles them, so
+  the multiset is the same, the order is not. Same B, response length, temperature, dtype, optimizer steps.
+- It stops at the stop tokens. TRL's default decodes every row to the length limit. The tokenizer's copy calls
+  the stop token its EOS, so ``stop_token="eos"`` and the missing-EOS penalty follow the actual stop set; a
+  row that has stopped is padded until the slowest row of the batch ends, as TRL always does.
+- No other sampling setting leaks in: the model folder's top-p or repetition penalty are dropped.
+- KV cache on, no gradient checkpointing, no autocast (the weights have the configured dtype already).
+- One generation batch and one scoring batch of all B rows; one micro-batch per mini-batch: the fewest calls.
+- Fused AdamW over all weights in one parameter group, as our learner has them; HF's trainer would leave norms
+  and biases out of weight decay. The learning-rate schedule is the same function on both sides.
+- Nothing logged to a tracker, saved, or sampled for display.
+- TRL collects garbage twice a step, which took 0.5 s a call with its libraries loaded, whatever the model's
+  size. What exists before training is frozen (``gc.freeze``): the collector sees the step's own objects only.
+- The pad token is one that neither stops a response nor occurs in a prompt, because TRL takes validity from
+  ``ids != pad``.
+- TRL's PPO does not clip gradients, so ``learner.max_grad_norm`` must be null, on both sides.
+- TRL hands ``num_mini_batches`` micro-batches to accelerate's gradient accumulation, which then makes one
+  optimizer step an epoch (but on the data's last batch), whatever ``num_mini_batches`` says. Accumulation is
+  set to 1: a step per mini-batch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import gc
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from importlib import metadata
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from transformers import GenerationConfig, PreTrainedTokenizerBase, set_seed
+
+from algorithms.ppo import PPOConfig
+from harness.runners.trl_recorder import Meter, Recorder, timed
+from harness.schema import Evaluation, Step
+from oppo_kit.config import LearnerConfig, TrainConfig, parse_config
+from oppo_kit.errors import ConfigError, MissingExtraError
+
+if TYPE_CHECKING:
+    from harness.runners.base import Evaluate, OnStep, RunSpec
+    from harness.workloads.loading import Workload
+
+# The last series with PPOTrainer; 1.13 removed it.
+SERIES = "1.12"
+# TRL refuses to whiten rewards of fewer rows.
+MIN_ROWS_TO_WHITEN = 8
+
+
+def run(
+    spec: RunSpec,
+    workload: Workload,
+    evaluate: Evaluate,
+    on_step: OnStep,
+    *,
+    clock: Callable[[], float] = time.perf_counter,
+) -> tuple[list[Step], list[Evaluation]]:
+    """Train by TRL.
+
+    Args:
+        spec: seed, configuration and when to evaluate.
+        workload: models, prompts and stop tokens.
+        evaluate: called with the policy at step 0, every ``spec.eval_every`` steps and at the end; 0: never.
+        on_step: called after each step, outside its time.
+        clock: monotonic seconds.
+
+    Returns:
+        the steps and the evaluations, in order.
+
+    Raises:
+        MissingExtraError: TRL is not installed.
+        ConfigError: another series of TRL is, or TRL cannot do what the configuration asks for.
+    """
+    algorithm = _check(spec.train, workload)
+    module = _import_ppo_trainer()
+    set_seed(spec.seed)
+    meter = Meter(clock)
+    with tempfile.TemporaryDirectory(prefix="oppo-kit-trl-") as folder:
+        recorder = Recorder(spec, workload.stop_token_ids, evaluate, on_step, meter)
+        trainer = _build_trainer(module, spec, workload, algorithm, folder)
+        recorder.pad_token_id = trainer.processing_class.pad_token_id
+        trainer.add_callback(recorder)
+        with timed(module, trainer, meter), _frozen_garbage():
+            trainer.train()
+    if spec.save_to is not None:
+        trainer.policy_model.save_pretrained(spec.save_to)
+        trainer.value_model.save_pretrained(spec.save_to / "critic")
+        workload.tokenizer.save_pretrained(spec.save_to)
+    return recorder.steps, recorder.evaluations
+
+
+@contextlib.contextmanager
+def _frozen_garbage() -> Iterator[None]:
+    """Collections look at nothing older than this."""
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+
+
+def _import_ppo_trainer() -> Any:
+    try:
+        installed = metadata.version("trl")
+    except metadata.PackageNotFoundError as error:
+        raise MissingExtraError("trl", "baseline") from error
+    if installed.split(".")[:2] != SERIES.split("."):
+        raise ConfigError(
+            f"trl {installed} is installed, and the trl runner needs {SERIES}.x, the last series with "
+            "PPOTrainer; install it with: pip install 'oppo-kit[baseline]'"
+        )
+    with warnings.catch_warnings():
+        # TRL warns that its experimental part may change; the version is pinned here.
+        warnings.filterwarnings("ignore", message=".*trl.experimental.*")
+        from trl.experimental.ppo import ppo_trainer
+    return ppo_trainer
+
+
+def _check(train: TrainConfig, workload: Workload) -> PPOConfig:
+    """The algorithm's settings, if TRL's PPO can do the same work."""
+    if train.algo != "ppo":
+        raise ConfigError(
+            f"algo is {train.algo!r}, and the trl runner runs ppo only; leave the trl runner out"
+        )
+    if workload.reward_path is None:
+        raise ConfigError(
+            "TRL's PPOTrainer takes reward models only, and the reward of this run is a function; "
+            "set reward to a reward model, or use the runners sequential and overcommit"
+        )
+    if train.learner.max_grad_norm is not None:
+        raise ConfigError(
+            f"learner.max_grad_norm is {train.learner.max_grad_norm}, and TRL's PPOTrainer does not clip "
+            "gradients; set learner.max_grad_norm=null to compare equal work"
+        )
+    if train.actor_lora is not None:
+        raise ConfigError(
+            "the trl runner trains all weights; set actor_lora=null, or leave the trl runner out"
+        )
+    algorithm = parse_config(PPOConfig, train.algo_config, source="algo_config")
+    rows, rest = divmod(train.batch_size, algorithm.num_mini_batches)
+    if rest:
+        raise ConfigError(
+            f"batch_size={train.batch_size} is no multiple of num_mini_batches={algorithm.num_mini_batches}, "
+            "which TRL needs; change one of them"
+        )
+    if algorithm.whiten_rewards and rows < MIN_ROWS_TO_WHITEN:
+        raise ConfigError(
+            f"whiten_rewards with {rows} rows a mini-batch: TRL needs {MIN_ROWS_TO_WHITEN}; raise "
+            "batch_size, lower num_mini_batches, or set whiten_rewards=false"
+        )
+    if algorithm.missing_eos_penalty is not None and len(workload.stop_token_ids) != 1:
+        raise ConfigError(
+            f"missing_eos_penalty with the stop tokens {list(workload.stop_token_ids)}: TRL looks for one "
+            "token only; set sampling.stop_token_ids to one token, or missing_eos_penalty=null"
+        )
+    return algorithm
+
+
+def _build_trainer(module: Any, spec: RunSpec, workload: Workload, algorithm: PPOConfig, folder: str) -> Any:
+    from datasets import Dataset
+    from transformers.trainer_callback import PrinterCallback
+
+    num_draws = spec.train.num_steps * spec.train.batch_size
+    prompts = [list(workload.prompts.draw(draw_id).token_ids) for draw_id in range(num_draws)]
+    tokenizer = _prepare_tokenizer(workload.tokenizer, workload.stop_token_ids, prompts)
+    policy = workload.make_policy()
+    policy.generation_config = GenerationConfig(pad_token_id=tokenizer.pad_token_id, use_cache=True)
+    critic = workload.make_critic()
+    dataset = Dataset.from_dict({"input_ids": prompts})
+    trainer = module.PPOTrainer(
+        args=_arguments(module, spec, algorithm, folder, has_stop=bool(workload.stop_token_ids)),
+        processing_class=tokenizer,
+        model=policy,
+        ref_model=workload.make_policy(),
+        reward_model=workload.make_reward(),
+        value_model=critic,
+        train_dataset=dataset,
+        eval_dataset=dataset.select(range(1)),
+        optimizers=(_make_optimizer(spec.train.learner, [*policy.parameters(), *critic.parameters()]), None),
+    )
+    # TRL's own setting is one token; HF's generate stops at all of them.
+    policy.generation_config.eos_token_id = list(workload.stop_token_ids) or None
+    trainer.remove_callback(PrinterCallback)
+    trainer.accelerator.gradient_accumulation_steps = 1
+    # TRL announces itself on standard output, which belongs to the progress of the run.
+    trainer.accelerator.print = _print_nothing
+    return trainer
+
+
+def _arguments(module: Any, spec: RunSpec, algorithm: PPOConfig, folder: str, *, has_stop: bool) -> Any:
+    train = spec.train
+    return module.PPOConfig(
+        output_dir=folder,
+        seed=spec.seed,
+        # The same work
+        total_episodes=train.num_steps * train.batch_size,
+        num_train_epochs=1,
+        response_length=train.sampling.response_length,
+        temperature=train.sampling.temperature,
+        stop_token="eos" if has_stop else None,
+        num_ppo_epochs=algorithm.num_epochs,
+        num_mini_batches=algorithm.num_mini_batches,
+        **algorithm.model_dump(exclude={"num_epochs", "num_mini_batches"}),
+        lr_scheduler_type=train.learner.lr_scheduler_type,
+        warmup_steps=train.learner.warmup_steps,
+        # The fastest layout of it
+        per_device_train_batch_size=train.batch_size // algorithm.num_mini_batches,
+        gradient_accumulation_steps=algorithm.num_mini_batches,
+        local_rollout_forward_batch_size=train.batch_size,
+        gradient_checkpointing=False,
+        bf16=False,
+        # As our learner's accelerator chooses.
+        use_cpu=not torch.cuda.is_available(),
+        # Nothing beside it
+        per_device_eval_batch_size=1,
+        num_sample_generations=0,
+        report_to="none",
+        save_strategy="no",
+        logging_steps=1,
+        disable_tqdm=True,
+    )
+
+
+def _print_nothing(*_: Any, **__: Any) -> None:
+    """Stands in for ``print``."""
+
+
+def _make_optimizer(learner: LearnerConfig, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(
+        parameters,
+        lr=learner.learning_rate,
+        betas=(learner.adam_beta1, learner.adam_beta2),
+        eps=learner.adam_epsilon,
+        weight_decay=learner.weight_decay,
+        fused=True,
+    )
+
+
+def _prepare_tokenizer(
+    tokenizer: PreTrainedTokenizerBase, stop_token_ids: tuple[int, ...], prompts: list[list[int]]
+) -> PreTrainedTokenizerBase:
+    """A copy that pads on the left with a harmless token and calls the stop token EOS."""
+    prepared = copy.deepcopy(tokenizer)
+    prepared.padding_side = "left"
+    if stop_token_ids:
+        prepared.eos_token = prepared.convert_ids_to_tokens(stop_token_ids[0])
+    used = set(stop_token_ids).union(*prompts)
+    special: list[Any] = [tokenizer.pad_token_id, *tokenizer.all_special_ids]
+    candidates: list[int] = [token for token in special if token is not None]
+    pad_token_id = next((token for token in candidates if token not in used), None)
+    if pad_token_id is None:
+        raise ConfigError(
+            f"the special tokens {sorted(set(candidates))} all stop a response or occur in a prompt, and TRL "
+            "needs one of them for padding; add a pad token to the tokenizer"
+        )
+    prepared.pad_token = prepared.convert_ids_to_tokens(pad_token_id)
+    return prepared

@@ -1,0 +1,274 @@
+"""Function rewards: what a function is given, and what becomes of everything it may return."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny_models
+import torch
+
+from oppo_kit.backends.function_scorer import FunctionScorer, load_reward_function
+from oppo_kit.errors import ConfigError, PartFailedError, RewardError
+from oppo_kit.types import Prompt, Rollout, RolloutKey
+
+EOS = 2
+TOKENIZER = tiny_models.tiny_tokenizer()
+
+
+def ids_of(text: str) -> list[int]:
+    return [tiny_models.VOCABULARY.index(character) for character in text]
+
+
+def rollout(draw_id: int, response: str, *, is_stopped: bool = True, **columns: Any) -> Rollout:
+    prompt = Prompt(draw_id, (1, *ids_of("ask")), 9, {"prompt": "ask", **columns})
+    token_ids = ids_of(response) + ([EOS] if is_stopped else [])
+    made = Rollout(RolloutKey(draw_id, 0), prompt, token_ids)
+    made.finish_reason = "stop" if is_stopped else "length"
+    return made
+
+
+THREE = [rollout(7, "a"), rollout(8, "bb", is_stopped=False), rollout(12, "")]
+
+
+def score(*functions: Any, rollouts: list[Rollout] | None = None, **options: Any) -> list[Any]:
+    return FunctionScorer(functions, TOKENIZER, **options).score(THREE if rollouts is None else rollouts)
+
+
+def length(completions: list[str], **columns: Any) -> list[float]:
+    return [float(len(text)) for text in completions]
+
+
+def seen_by(rollouts: list[Rollout], **options: Any) -> dict[str, Any]:
+    seen: dict[str, Any] = {}
+
+    def spy(**arguments: Any) -> list[float]:
+        seen.update(arguments)
+        return [0.0] * len(rollouts)
+
+    FunctionScorer([spy], TOKENIZER, **options).score(rollouts)
+    return seen
+
+
+# --- what a function is given
+
+
+def test_text_prompts_give_text_without_special_tokens() -> None:
+    rollouts = [rollout(0, "hi", answer=3), rollout(1, "oh", is_stopped=False, answer=4)]
+    assert seen_by(rollouts) == {
+        "prompts": ["ask", "ask"],
+        "completions": ["hi", "oh"],
+        "completion_ids": [[*ids_of("hi"), EOS], ids_of("oh")],
+        "is_stopped": [True, False],
+        "answer": [3, 4],
+    }
+
+
+def test_conversations_give_assistant_messages() -> None:
+    messages = [{"role": "user", "content": "ask"}]
+    seen = seen_by([rollout(0, "hi", prompt=messages)])
+    assert seen["prompts"] == [messages]
+    assert seen["completions"] == [[{"role": "assistant", "content": "hi"}]]
+
+
+def test_the_prompt_may_stand_in_another_column_or_be_decoded() -> None:
+    rollouts = [rollout(0, "hi", question="what?")]
+    assert seen_by(rollouts, prompt_column="question")["prompts"] == ["what?"]
+    assert seen_by(rollouts, prompt_column="nowhere")["prompts"] == ["ask"]
+
+
+def test_a_column_that_some_rows_lack_is_none_there() -> None:
+    assert seen_by([rollout(0, "a", hint="x"), rollout(1, "b")])["hint"] == ["x", None]
+
+
+def test_a_column_never_replaces_an_argument() -> None:
+    seen = seen_by([rollout(0, "hi", completions="evil", is_stopped="evil")])
+    assert (seen["completions"], seen["is_stopped"]) == (["hi"], [True])
+
+
+def test_a_function_that_changes_its_lists_does_not_disturb_the_next() -> None:
+    def clear(completions: list[str], **columns: Any) -> list[float]:
+        completions.clear()
+        return [0.0] * 3
+
+    assert score(clear, length) == [1.0, 2.0, 0.0]
+
+
+def test_an_eos_inside_the_vocabulary_of_a_pad_eos_tokenizer_is_no_text() -> None:
+    tokenizer = tiny_models.tiny_tokenizer(is_pad_eos=True)
+    assert FunctionScorer([length], tokenizer).score(THREE) == [1.0, 2.0, 0.0]
+
+
+# --- what it returns
+
+
+def test_scores_are_weighted_and_summed() -> None:
+    def two(**columns: Any) -> list[float]:
+        return [2.0] * 3
+
+    assert score(length, two) == [3.0, 4.0, 2.0]
+    assert score(length, two, weights=[10.0, 0.5]) == [11.0, 21.0, 1.0]
+
+
+def test_abstaining_counts_for_nothing_and_all_abstaining_gives_none() -> None:
+    def first(**columns: Any) -> list[float | None]:
+        return [None, 0.0, None]
+
+    def second(**columns: Any) -> list[float | None]:
+        return [5.0, 1.0, None]
+
+    assert score(first, second, weights=[1.0, 2.0]) == [10.0, 2.0, None]
+
+
+def test_nan_and_infinity_are_handed_on_for_the_engine_to_reject() -> None:
+    values = score(lambda **columns: [math.nan, math.inf, -math.inf])
+    assert math.isnan(values[0])
+    assert values[1:] == [math.inf, -math.inf]
+
+
+@pytest.mark.parametrize(
+    "results", [(1, True, 2.5), torch.tensor([1.0, 1.0, 2.5]), [torch.tensor(1), 1, 2.5]]
+)
+def test_numbers_of_every_kind_become_floats(results: Any) -> None:
+    values = score(lambda **columns: results)
+    assert values == [1.0, 1.0, 2.5]
+    assert {type(value) for value in values} == {float}
+
+
+def test_async_functions_run_also_where_a_loop_is_running() -> None:
+    async def slow(completions: list[str], **columns: Any) -> list[float]:
+        await asyncio.sleep(0)
+        return length(completions)
+
+    async def notebook() -> list[Any]:
+        return score(slow)
+
+    assert score(slow, length) == [2.0, 4.0, 0.0]
+    assert asyncio.run(notebook()) == [1.0, 2.0, 0.0]
+
+
+def test_no_rollouts_call_no_function() -> None:
+    assert score(lambda **columns: pytest.fail("called"), rollouts=[]) == []
+
+
+# --- contracts broken
+
+
+def test_a_function_that_raises_is_named_with_its_draws() -> None:
+    def broken(**columns: Any) -> list[float]:
+        raise KeyError("answer")
+
+    with pytest.raises(
+        PartFailedError, match=r"reward function 'broken' raised KeyError\('answer'\) on draws 7, 8, 12"
+    ) as info:
+        score(broken)
+    assert isinstance(info.value.__cause__, KeyError)
+
+
+def test_an_async_function_that_raises_is_named_too() -> None:
+    async def broken(**columns: Any) -> list[float]:
+        raise ValueError("no")
+
+    with pytest.raises(PartFailedError, match="reward function 'broken' raised ValueError"):
+        score(broken)
+
+
+@pytest.mark.parametrize(
+    ("results", "words"),
+    [
+        ([1.0], "list of 3 numbers or None, one per completion, but returned 1; nothing is broadcast"),
+        ([1.0] * 4, "but returned 4"),
+        ([], "but returned 0"),
+        (1.0, r"not float \(1.0\); nothing is broadcast"),
+        (None, "not NoneType"),
+        ("abc", "not str"),
+        (torch.tensor(1.0), "not float"),
+    ],
+)
+def test_another_number_of_results_is_refused_and_never_broadcast(results: Any, words: str) -> None:
+    def one(**columns: Any) -> Any:
+        return results
+
+    with pytest.raises(RewardError, match=f"reward function 'one' must return a .*{words}"):
+        score(one)
+
+
+@pytest.mark.parametrize("value", ["1.0", [1.0], {}, b"1"])
+def test_a_result_that_is_no_number_names_function_and_draw(value: Any) -> None:
+    def odd(**columns: Any) -> list[Any]:
+        return [0.0, value, 0.0]
+
+    with pytest.raises(
+        RewardError, match=r"reward function 'odd' returned .* for draw 8; return a number, or None"
+    ):
+        score(odd)
+
+
+def test_no_function_is_refused() -> None:
+    with pytest.raises(ConfigError, match="needs at least one function"):
+        FunctionScorer([], TOKENIZER)
+
+
+def test_another_number_of_weights_is_refused() -> None:
+    with pytest.raises(
+        ConfigError, match=r"2 reward weights for 1 functions \(length\); give one weight each"
+    ):
+        FunctionScorer([length], TOKENIZER, weights=[1.0, 2.0])
+
+
+# --- module:function
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry])
+    before = set(sys.modules)
+    yield tmp_path
+    for name in set(sys.modules) - before:
+        del sys.modules[name]
+
+
+def test_a_function_of_the_current_directory_is_found(folder: Path) -> None:
+    (folder / "my_rewards.py").write_text(
+        "def brevity(completions, **columns):\n    return [-len(c) for c in completions]\n"
+    )
+    assert score(load_reward_function("my_rewards:brevity")) == [-1.0, -2.0, 0.0]
+
+
+def test_a_missing_function_lists_the_nearest(folder: Path) -> None:
+    (folder / "my_rewards2.py").write_text("LIMIT = 3\ndef brevity(**columns):\n    return []\n")
+    with pytest.raises(
+        ConfigError, match=r"'my_rewards2' has no 'brevty'; did you mean 'brevity'\? known: brevity"
+    ):
+        load_reward_function("my_rewards2:brevty")
+    with pytest.raises(ConfigError, match=r"reward 'my_rewards2:LIMIT' is a int, not a function"):
+        load_reward_function("my_rewards2:LIMIT")
+
+
+def test_a_missing_module_lists_the_nearest_of_the_directory(folder: Path) -> None:
+    (folder / "my_rewards3.py").write_text("")
+    with pytest.raises(ConfigError, match=r"no module 'my_reward3'; in .*did you mean 'my_rewards3'"):
+        load_reward_function("my_reward3:brevity")
+    with pytest.raises(ConfigError, match=r"reward 'nowhere.inside:f': no module 'nowhere'"):
+        load_reward_function("nowhere.inside:f")
+
+
+def test_a_module_that_fails_says_why(folder: Path) -> None:
+    (folder / "needs_more.py").write_text("import absent_package\n")
+    (folder / "broken_module.py").write_text("1 / 0\n")
+    with pytest.raises(ConfigError, match="importing 'needs_more' needs 'absent_package', which is missing"):
+        load_reward_function("needs_more:f")
+    with pytest.raises(ConfigError, match=r"importing 'broken_module' failed: ZeroDivisionError"):
+        load_reward_function("broken_module:f")
+
+
+@pytest.mark.parametrize("reference", ["rewards", "rewards:", ":brevity", ""])
+def test_another_form_is_refused(reference: str) -> None:
+    with pytest.raises(ConfigError, match="is not of the form module:function"):
+        load_reward_function(reference)

@@ -1,0 +1,150 @@
+"""Real models under the whole engine: law 2, LoRA, function rewards, resume to the bit."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from tiny_models import tiny_causal_lm, tiny_classifier, tiny_tokenizer
+
+from oppo_kit import OverlapConfig, PromptDataset, SamplingConfig, TrainConfig, build_engine
+from oppo_kit.backends.function_scorer import FunctionScorer
+from oppo_kit.checkpoint import CHECKPOINT_NAME, load_checkpoint, save_checkpoint
+from oppo_kit.errors import StateError
+
+TOKENIZER = tiny_tokenizer()
+WORDS = ("ab", "cat 12", "the 3 dogs", "x", "hello world", "1+2=", "zebra")
+
+
+def reward_by_length(prompts, completions, **columns):
+    return [float(len(text)) for text in completions]
+
+
+def make_engine(*, reward=None, num_steps: int = 3, lora: bool = False, critic=None, **overlap):
+    config = TrainConfig(
+        batch_size=4,
+        num_steps=num_steps,
+        algo_config={"num_ppo_epochs": 1, "num_mini_batches": 2},
+        sampling=SamplingConfig(temperature=1.0, response_length=12),
+        overlap=OverlapConfig(**{"chunk_tokens": 4, **overlap}),
+        learner={"learning_rate": 1e-3},
+        actor_lora={"r": 4} if lora else None,
+    )
+    prompts = PromptDataset(
+        [{"prompt": word} for word in WORDS], TOKENIZER, prompt_column="prompt", max_new_tokens=12, seed=0
+    )
+    return build_engine(
+        config,
+        policy=tiny_causal_lm(),
+        tokenizer=TOKENIZER,
+        prompts=prompts,
+        reward=tiny_classifier() if reward is None else reward,
+        critic=critic or tiny_classifier(seed=5),
+    )
+
+
+def trajectory(engine) -> list:
+    with engine:
+        steps = []
+        while engine.num_steps_done < engine.num_steps:
+            batch = engine.collect()
+            steps.append([(group.draw_id, group.rollouts[0].token_ids) for group in batch.groups])
+            engine.step(batch)
+        return steps
+
+
+def parameters(engine) -> list[torch.Tensor]:
+    return [parameter.detach().clone() for parameter in engine.learner.policy.parameters()]
+
+
+def test_at_delta_zero_overlap_changes_no_token_and_no_weight() -> None:
+    """verl#6780: the run without overlap and the run with it are one run."""
+    sequential = make_engine(schedule="sequential")
+    expected = trajectory(sequential)
+    for overlap in ({"chunk_tokens": 1}, {"score_at": "sample"}, {"chunk_tokens": 64, "score_at": "sample"}):
+        engine = make_engine(**overlap)
+        assert trajectory(engine) == expected
+        for one, other in zip(parameters(engine), parameters(sequential), strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+
+
+def test_at_zero_staleness_the_ratio_is_one_and_the_kl_zero() -> None:
+    engine = make_engine(schedule="sequential", num_steps=1)
+    engine.algorithm.config = engine.algorithm.config.model_copy(update={"num_mini_batches": 1})
+    [report] = engine.run()
+    assert report.metrics["val/ratio"] == pytest.approx(1.0, abs=1e-5)
+    assert report.metrics["objective/kl"] == pytest.approx(0.0, abs=1e-4)
+    assert report.metrics["policy/clipfrac_avg"] == 0.0
+
+
+def test_overcommit_trains_every_draw_once_on_real_models() -> None:
+    draws = [draw for step in trajectory(make_engine(delta=3, num_steps=5)) for draw, _ in step]
+    assert sorted(draws) == list(range(20))
+
+
+def test_a_lora_run_moves_the_adapter_and_leaves_the_base() -> None:
+    engine = make_engine(lora=True, delta=2)
+    base = {name: p.clone() for name, p in engine.learner.policy.named_parameters() if "lora" not in name}
+    adapter = {name: p.clone() for name, p in engine.learner.policy.named_parameters() if "lora_B" in name}
+    reports = list(engine.run())
+    after = dict(engine.learner.policy.named_parameters())
+    assert all(torch.equal(after[name], parameter) for name, parameter in base.items())
+    assert all(not torch.equal(after[name], parameter) for name, parameter in adapter.items())
+    assert reports[0].metrics["objective/kl"] == pytest.approx(0.0, abs=1e-4)
+    assert abs(reports[-1].metrics["objective/kl"]) > 1e-6
+
+
+def test_a_python_function_is_a_reward() -> None:
+    engine = make_engine(reward=FunctionScorer([reward_by_length], TOKENIZER, prompt_column="prompt"), score_at="sample")
+    with engine:
+        for report in engine.run():
+            assert report.reward_mean == pytest.approx(report.reward_mean)
+            assert report.reward_mean > 0
+
+
+def test_a_killed_run_goes_on_to_the_bit(tmp_path) -> None:
+    """trl#1643, OpenRLHF#1322: rollouts in flight, critic and optimizer included."""
+    straight = make_engine(delta=2, num_steps=5)
+    list(straight.run())
+    first = make_engine(delta=2, num_steps=5)
+    for _ in range(2):
+        first.step(first.collect())
+    assert first.num_in_flight + first.num_queued == 2
+    save_checkpoint(tmp_path, first)
+    resumed = make_engine(delta=2, num_steps=5)
+    load_checkpoint(tmp_path, resumed)
+    reports = list(resumed.run())
+    assert [report.step for report in reports] == [2, 3, 4]
+    for one, other in zip(parameters(resumed), parameters(straight), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_a_checkpoint_that_cannot_be_used_says_why(tmp_path) -> None:
+    engine = make_engine()
+    with pytest.raises(StateError, match=f"there is no {CHECKPOINT_NAME} in .*; start without --resume"):
+        load_checkpoint(tmp_path, engine)
+    file = save_checkpoint(tmp_path, engine)
+    assert not list(tmp_path.glob("*.tmp"))
+    with pytest.raises(StateError, match="does not fit this configuration's models or optimizer"):
+        load_checkpoint(tmp_path, make_engine(lora=True))
+    file.write_bytes(file.read_bytes()[:1000])
+    with pytest.raises(StateError, match="is damaged: .*; restore a copy or start anew"):
+        load_checkpoint(tmp_path, engine)
+
+
+def test_pad_equal_to_eos_changes_nothing() -> None:
+    """trl#5303."""
+    critic, same_critic = tiny_classifier(seed=5), tiny_classifier(seed=5, pad_token_id=2)
+    one = make_engine(critic=critic)
+    other = make_engine(critic=same_critic, reward=tiny_classifier(pad_token_id=2))
+    assert trajectory(one) == trajectory(other)
+    for first, second in zip(parameters(one), parameters(other), strict=True):
+        assert torch.equal(first, second)
+
+
+def test_the_models_handed_over_as_reward_are_never_trained() -> None:
+    reward = tiny_classifier()
+    before = copy.deepcopy(reward.state_dict())
+    list(make_engine(reward=reward).run())
+    assert all(torch.equal(before[name], value) for name, value in reward.state_dict().items())
