@@ -32,10 +32,14 @@ from oppo_kit.types import MicroBatch, PolicyOutputs, RolloutBatch, TrainBatch
 class PPOConfig(AlgorithmConfig):
     """PPO's settings, named as in TRL's ``PPOConfig``."""
 
-    num_epochs: int = Field(default=4, ge=1, alias="num_ppo_epochs", description="passes over a batch; 1 to 4")
+    num_epochs: int = Field(
+        default=4, ge=1, alias="num_ppo_epochs", description="passes over a batch; 1 to 4"
+    )
     num_mini_batches: int = Field(default=1, ge=1, description="optimizer steps per pass; 1 to 8, at most B")
     gamma: float = Field(default=1.0, ge=0, le=1, description="discount per token; 1 for language")
-    lam: float = Field(default=0.95, ge=0, le=1, description="trace decay of the advantage estimator; 0.9 to 1")
+    lam: float = Field(
+        default=0.95, ge=0, le=1, description="trace decay of the advantage estimator; 0.9 to 1"
+    )
     kl_coef: float = Field(default=0.05, ge=0, description="weight of the KL penalty in the reward; 0 to 0.2")
     kl_estimator: KLEstimator = Field(default="k1", description="k1 (unbiased) or k3 (never negative)")
     cliprange: float = Field(default=0.2, gt=0, description="clip of the policy ratio; 0.1 to 0.3")
@@ -43,7 +47,9 @@ class PPOConfig(AlgorithmConfig):
     vf_coef: float = Field(default=0.1, ge=0, description="weight of the value loss; 0.1 to 1")
     whiten_rewards: bool = Field(default=False, description="rescale token rewards to unit variance")
     missing_eos_penalty: float | None = Field(
-        default=None, ge=0, description="subtracted from the score of a response that its limit cut; null: none"
+        default=None,
+        ge=0,
+        description="subtracted from the score of a response that its limit cut; null: none",
     )
 
     model_config = AlgorithmConfig.model_config | {"populate_by_name": True}
@@ -72,7 +78,9 @@ class PPO(AlgorithmBase):
         rewards = token_rewards(scores, kl, batch.response_lengths, kl_coef=config.kl_coef)
         if config.whiten_rewards:
             rewards = masked_whiten(rewards, mask, shift_mean=False)
-        advantages, returns = generalised_advantages(rewards, values, mask, gamma=config.gamma, lam=config.lam)
+        advantages, returns = generalised_advantages(
+            rewards, values, mask, gamma=config.gamma, lam=config.lam
+        )
         return TrainBatch(
             rollouts=batch,
             tensors={
@@ -88,7 +96,10 @@ class PPO(AlgorithmBase):
         """Σ over tokens of (clipped surrogate + vf_coef · clipped value loss) / tokens of the step."""
         tensors, mask, config = micro_batch.tensors, micro_batch.mask, self.config
         policy_losses, is_clipped = clipped_surrogate(
-            outputs.policy_logprobs, tensors["behaviour_logprobs"], tensors["advantages"], cliprange=config.cliprange
+            outputs.policy_logprobs,
+            tensors["behaviour_logprobs"],
+            tensors["advantages"],
+            cliprange=config.cliprange,
         )
         value_losses, is_value_clipped = clipped_value_loss(
             _required(outputs.values, "critic values"),

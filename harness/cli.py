@@ -18,10 +18,14 @@ from rich.logging import RichHandler
 from oppo_kit.errors import ConfigError, OppoError
 
 app = typer.Typer(
-    add_completion=False, no_args_is_help=True, help="Online RL of language models with an overlapped pipeline."
+    add_completion=False,
+    no_args_is_help=True,
+    help="Online RL of language models with an overlapped pipeline.",
 )
 
-ConfigFile = Annotated[Path | None, typer.Argument(help="YAML with the settings; options and --set go on top")]
+ConfigFile = Annotated[
+    Path | None, typer.Argument(help="YAML with the settings; options and --set go on top")
+]
 Algo = Annotated[str | None, typer.Option(help="algorithm, for example ppo")]
 Model = Annotated[str | None, typer.Option(help="policy: alias, hub id or folder")]
 Task = Annotated[str | None, typer.Option(help="tiny, free_form, math or code")]
@@ -32,7 +36,9 @@ ActorLora = Annotated[bool, typer.Option("--actor-lora", help="train LoRA adapte
 BatchSize = Annotated[int | None, typer.Option(help="B, prompts trained per step")]
 Steps = Annotated[int | None, typer.Option(help="training steps")]
 Seed = Annotated[int | None, typer.Option(help="of everything random")]
-Sets = Annotated[list[str] | None, typer.Option("--set", help="any setting, for example overlap.delta=8; repeatable")]
+Sets = Annotated[
+    list[str] | None, typer.Option("--set", help="any setting, for example overlap.delta=8; repeatable")
+]
 Out = Annotated[Path | None, typer.Option(help="folder for the results; default: a new one below runs/")]
 
 # A smoke run: every stage, every file, in under 90 seconds on two cores.
@@ -54,13 +60,21 @@ def bench(
     steps: Steps = None,
     seed: Seed = None,
     sets: Sets = None,
-    runners: Annotated[str | None, typer.Option(help="comma-separated; default trl,sequential,overcommit")] = None,
-    pairs: Annotated[int, typer.Option(min=1, help="repetitions, each with its own seed; 3 or more to be quoted")] = 3,
+    runners: Annotated[
+        str | None, typer.Option(help="comma-separated; default trl,sequential,overcommit")
+    ] = None,
+    pairs: Annotated[
+        int, typer.Option(min=1, help="repetitions, each with its own seed; 3 or more to be quoted")
+    ] = 3,
     evaluations: Annotated[int, typer.Option(min=1, help="evaluations during a run, besides the first")] = 4,
     eval_problems: Annotated[int, typer.Option(min=1, help="size of the fixed held-out set")] = 512,
     warmup: Annotated[int, typer.Option(min=0, help="first steps that no ratio counts")] = 2,
-    threads: Annotated[int | None, typer.Option(min=1, help="thread count for all; default: the fastest of each")] = None,
-    quick: Annotated[bool, typer.Option("--quick", help="a smoke run in under 90 s; never quote its figures")] = False,
+    threads: Annotated[
+        int | None, typer.Option(min=1, help="thread count for all; default: the fastest of each")
+    ] = None,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="a smoke run in under 90 s; never quote its figures")
+    ] = False,
     out: Out = None,
 ) -> None:
     """Measure TRL, sequential and overlapped training on the same work; write table, plots and result.json."""
@@ -108,7 +122,9 @@ def train(
     steps: Steps = None,
     seed: Seed = None,
     sets: Sets = None,
-    report_to: Annotated[list[str] | None, typer.Option(help="tracker: tensorboard, wandb, trackio; repeatable")] = None,
+    report_to: Annotated[
+        list[str] | None, typer.Option(help="tracker: tensorboard, wandb, trackio; repeatable")
+    ] = None,
     save_every: Annotated[int, typer.Option(min=0, help="steps between checkpoints; 0: only at the end")] = 0,
     resume: Annotated[bool, typer.Option("--resume", help="go on from the checkpoint in --out")] = False,
     out: Out = None,
@@ -121,7 +137,9 @@ def train(
     settings = load_train_config(config, options=options, overrides=sets or [])
     if resume and out is None:
         raise ConfigError("--resume needs --out, the folder of the run to go on with")
-    folder = out if resume and out else _new_folder(out, f"train-{settings.algo}-{settings.model}", CONFIG_NAME)
+    folder = (
+        out if resume and out else _new_folder(out, f"train-{settings.algo}-{settings.model}", CONFIG_NAME)
+    )
     console = Console()
     model_folder = run_training(
         settings, folder, console, report_to=report_to or [], save_every=save_every, is_resumed=resume
@@ -149,7 +167,9 @@ def doctor() -> None:
 def main() -> None:
     """Entry point: an error of ours is one line on standard error and exit code 2."""
     logging.basicConfig(
-        level=logging.INFO, format="%(message)s", handlers=[RichHandler(console=Console(stderr=True), show_path=False)]
+        level=logging.INFO,
+        format="%(message)s",
+        handlers=[RichHandler(console=Console(stderr=True), show_path=False)],
     )
     for noisy in ("httpx", "datasets", "transformers", "accelerate"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
@@ -162,7 +182,7 @@ def main() -> None:
         sys.exit(2)
 
 
-def _options(  # noqa: PLR0917
+def _options(
     algo: str | None,
     model: str | None,
     task: str | None,

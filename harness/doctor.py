@@ -29,7 +29,11 @@ def print_findings(console: Console) -> None:
     machine.add_row("CPU", f"{environment.cpu}, {environment.num_cpu_cores} usable cores")
     machine.add_row("memory", f"{environment.memory_bytes / 2**30:.1f} GiB")
     machine.add_row("GPUs by NVML", ", ".join(environment.gpus) or "none")
-    cuda = f"{torch.cuda.device_count()} devices" if torch.cuda.is_available() else "not available: training runs on the CPU"
+    cuda = (
+        f"{torch.cuda.device_count()} devices"
+        if torch.cuda.is_available()
+        else "not available: training runs on the CPU"
+    )
     machine.add_row("CUDA in torch", cuda)
     machine.add_row("Python", environment.python)
     packages = _table("packages", "package", "version", "for")
@@ -42,7 +46,10 @@ def print_findings(console: Console) -> None:
     names = _table("names", "kind", "known")
     names.add_row("algorithms", ", ".join(algorithm_names()) or "none: reinstall oppo-kit")
     names.add_row("models", ", ".join(sorted(ALIASES)))
-    names.add_row("models without network", ", ".join(sorted(name for name, alias in ALIASES.items() if alias.is_offline)))
+    names.add_row(
+        "models without network",
+        ", ".join(sorted(name for name, alias in ALIASES.items() if alias.is_offline)),
+    )
     for table in (machine, packages, names):
         console.print(table)
 

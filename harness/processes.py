@@ -28,7 +28,7 @@ def run_in_process(
     result_class: type[ResultT],
     *,
     module: str = "harness.runners.child",
-    on_progress: Callable[[dict], None] = lambda facts: None,
+    on_progress: Callable[[dict], None] | None = None,
 ) -> ResultT:
     """Carry out ``python -m module SPEC RESULT`` and read the result.
 
@@ -55,7 +55,8 @@ def run_in_process(
             assert child.stdout is not None
             for line in child.stdout:
                 if line.startswith('{"progress"'):
-                    on_progress(json.loads(line)["progress"])
+                    if on_progress is not None:
+                        on_progress(json.loads(line)["progress"])
                 else:
                     log.write(line)
             code = child.wait()

@@ -69,12 +69,16 @@ class Step(_Strict):
     tokens_trained: int
     responses_trained: int
     reward_mean: float | None = Field(description="mean raw score of the trained batch")
-    kl: float | None = Field(description="mean sequence sum of log(policy / reference), behaviour against reference")
+    kl: float | None = Field(
+        description="mean sequence sum of log(policy / reference), behaviour against reference"
+    )
     delta: int
     chunk_tokens: int
     age_mean: float = 0.0
     age_max: int = 0
-    num_deferred: int = Field(default=0, description="trained groups that were carried over at least one update")
+    num_deferred: int = Field(
+        default=0, description="trained groups that were carried over at least one update"
+    )
     drawn: int
     trained: int
     in_flight: int
@@ -99,7 +103,9 @@ class Evaluation(_Strict):
 class UtilisationSeries(_Strict):
     """One sampled quantity. ``values`` may hold None where single samples were missing."""
 
-    name: str = Field(description="for example gpu0/utilisation_frac, cpu/utilisation_frac, process/rss_bytes")
+    name: str = Field(
+        description="for example gpu0/utilisation_frac, cpu/utilisation_frac, process/rss_bytes"
+    )
     unit: str
     times_s: list[float] = Field(description="seconds since the run began")
     values: list[float | None]
@@ -110,10 +116,14 @@ class Run(_Strict):
     """One runner, one seed, one process."""
 
     seed: int
-    pair: int = Field(description="runs of different runners with the same pair stood next to each other in time")
+    pair: int = Field(
+        description="runs of different runners with the same pair stood next to each other in time"
+    )
     num_threads: int
     started_at: str
-    total_train_s: float = Field(description="whole run, warm-up included, evaluation excluded, drain included")
+    total_train_s: float = Field(
+        description="whole run, warm-up included, evaluation excluded, drain included"
+    )
     setup_s: float = Field(description="loading of models and data")
     peak_rss_bytes: int | None
     steps: list[Step]
@@ -191,7 +201,9 @@ def load_result(path: Path) -> Result:
     try:
         text = file.read_text()
     except OSError as error:
-        raise StateError(f"cannot read results from {file}: {error.strerror}; pass a run folder or result.json") from error
+        raise StateError(
+            f"cannot read results from {file}: {error.strerror}; pass a run folder or result.json"
+        ) from error
     try:
         return Result.model_validate_json(text)
     except ValidationError as error:

@@ -65,7 +65,9 @@ def _read_yaml(path: Path) -> dict[str, Any]:
     if values is None:
         return {}
     if not isinstance(values, dict):
-        raise ConfigError(f"{path} holds a {type(values).__name__}; it must be a mapping such as 'batch_size: 32'")
+        raise ConfigError(
+            f"{path} holds a {type(values).__name__}; it must be a mapping such as 'batch_size: 32'"
+        )
     return values
 
 
@@ -78,6 +80,8 @@ def _merge(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]
     merged = dict(below)
     for key, value in above.items():
         lower = merged.get(key)
-        both = isinstance(lower, Mapping) and isinstance(value, Mapping)
-        merged[key] = _merge(lower, value) if both else value
+        if isinstance(lower, Mapping) and isinstance(value, Mapping):
+            merged[key] = _merge(lower, value)
+        else:
+            merged[key] = value
     return merged

@@ -23,5 +23,7 @@ def summary_table(result: Result) -> Table:
     for key, ratio in result.ratios.items():
         slow, _, fast = key.partition("/")
         cells = {fast: f"{ratio.median:.2f}x", slow: "1"}
-        table.add_row(f"time, {key} ({format_ratio_range(ratio)})", *(cells.get(name, "") for name in result.runners))
+        table.add_row(
+            f"time, {key} ({format_ratio_range(ratio)})", *(cells.get(name, "") for name in result.runners)
+        )
     return table

@@ -67,7 +67,9 @@ def run_training(
     return folder / "model"
 
 
-def _train(engine: OverlapEngine, folder: Path, console: Console, trackers: Trackers, save_every: int) -> None:
+def _train(
+    engine: OverlapEngine, folder: Path, console: Console, trackers: Trackers, save_every: int
+) -> None:
     columns = (
         TextColumn("{task.description}"),
         BarColumn(bar_width=24),
@@ -115,7 +117,11 @@ def _claim_folder(folder: Path, train: TrainConfig, is_resumed: bool) -> None:
         saved = yaml.safe_load(config_file.read_text())
         different = sorted(key for key in settings | saved if settings.get(key) != saved.get(key))
         if different:
-            details = "; ".join(f"{key}: saved {saved.get(key)!r}, now {settings.get(key)!r}" for key in different)
-            raise StateError(f"the run in {folder} has another configuration ({details}); resume with the saved one")
+            details = "; ".join(
+                f"{key}: saved {saved.get(key)!r}, now {settings.get(key)!r}" for key in different
+            )
+            raise StateError(
+                f"the run in {folder} has another configuration ({details}); resume with the saved one"
+            )
     folder.mkdir(parents=True, exist_ok=True)
     config_file.write_text(yaml.safe_dump(settings, sort_keys=False))

@@ -5,12 +5,22 @@ An algorithm is one class with a pydantic config. It never sees the generator, t
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import ClassVar
 
 from pydantic import BaseModel, ConfigDict, Field
+from torch import Tensor
 
-from oppo_kit.types import Group, RolloutBatch, StepReport, TokenChunk
+from oppo_kit.types import (
+    Group,
+    MicroBatch,
+    PolicyOutputs,
+    RolloutBatch,
+    StepReport,
+    TokenChunk,
+    TrainBatch,
+)
 
 
 class AlgorithmConfig(BaseModel):
@@ -22,7 +32,7 @@ class AlgorithmConfig(BaseModel):
     num_mini_batches: int = Field(default=1, ge=1, description="optimizer steps per pass; 1 to 8, at most B")
 
 
-class AlgorithmBase:
+class AlgorithmBase(ABC):
     """Inherit, set the class attributes, write ``prepare`` and ``loss``; override hooks as needed."""
 
     name: ClassVar[str]
@@ -43,6 +53,14 @@ class AlgorithmBase:
     def num_mini_batches(self) -> int:
         """Optimizer steps per pass."""
         return self.config.num_mini_batches
+
+    @abstractmethod
+    def prepare(self, batch: RolloutBatch) -> TrainBatch:
+        """Advantages, returns, pairs: all that needs the whole batch, without gradient."""
+
+    @abstractmethod
+    def loss(self, micro_batch: MicroBatch, outputs: PolicyOutputs) -> tuple[Tensor, dict[str, Tensor]]:
+        """This micro-batch's addend of the step's loss and of metrics; see ``oppo_kit.protocols.Algorithm``."""
 
     def on_chunk(self, chunks: Sequence[TokenChunk]) -> None:
         """After every decode call."""

@@ -11,6 +11,7 @@ from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from oppo_kit.algorithm import AlgorithmBase
+from oppo_kit.backends.forward import causal_model
 from oppo_kit.backends.hf_generator import HFGenerator
 from oppo_kit.backends.hf_scorer import HFReferenceScorer, HFRewardScorer
 from oppo_kit.backends.loading import stop_token_ids
@@ -71,7 +72,7 @@ def build_engine(
     generator = HFGenerator(
         learner.policy,
         temperature=temperature,
-        stop_token_ids=stop_token_ids(tokenizer, policy) if stop_ids is None else stop_ids,
+        stop_token_ids=stop_token_ids(tokenizer, causal_model(policy)) if stop_ids is None else stop_ids,
         seed=config.seed,
     )
     scorers: dict[str, ScorerHandle] = {}

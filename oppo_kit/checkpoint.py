@@ -39,7 +39,9 @@ def load_checkpoint(folder: Path, engine: OverlapEngine) -> None:
     """
     file = folder / CHECKPOINT_NAME
     if not file.exists():
-        raise StateError(f"there is no {CHECKPOINT_NAME} in {folder}; start without --resume, or pass the run's folder")
+        raise StateError(
+            f"there is no {CHECKPOINT_NAME} in {folder}; start without --resume, or pass the run's folder"
+        )
     try:
         state = torch.load(file, map_location="cpu", weights_only=True)
     except (RuntimeError, EOFError, pickle.UnpicklingError) as error:

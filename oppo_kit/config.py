@@ -25,8 +25,12 @@ class OverlapConfig(_Frozen):
         default="oppo", description="sequential waits for all B; oppo trains the first B of B + delta"
     )
     delta: int = Field(default=0, ge=0, description="Δ, groups held beyond B; 0 to B/2, at most B × max_age")
-    max_age: int = Field(default=2, ge=0, description="versions a group may wait before its step waits for it; 1 to 4")
-    chunk_tokens: int = Field(default=16, ge=1, description="tokens per response between two looks at it; 8 to 512")
+    max_age: int = Field(
+        default=2, ge=0, description="versions a group may wait before its step waits for it; 1 to 4"
+    )
+    chunk_tokens: int = Field(
+        default=16, ge=1, description="tokens per response between two looks at it; 8 to 512"
+    )
     score_at: Literal["batch", "sample"] = Field(
         default="batch", description="score when the batch is chosen, or each response as it ends"
     )
@@ -34,15 +38,21 @@ class OverlapConfig(_Frozen):
     @model_validator(mode="after")
     def _sequential_has_no_delta(self) -> OverlapConfig:
         if self.schedule == "sequential" and self.delta:
-            raise ValueError(f"schedule 'sequential' holds exactly B groups, but delta is {self.delta}; use schedule 'oppo'")
+            raise ValueError(
+                f"schedule 'sequential' holds exactly B groups, but delta is {self.delta}; use schedule 'oppo'"
+            )
         return self
 
 
 class SamplingConfig(_Frozen):
     """How responses are sampled."""
 
-    temperature: float = Field(default=0.7, gt=0, description="policy, reference and KL all use it; 0.6 to 1.2")
-    response_length: int = Field(default=53, ge=1, description="token limit of a response, over all steps it takes")
+    temperature: float = Field(
+        default=0.7, gt=0, description="policy, reference and KL all use it; 0.6 to 1.2"
+    )
+    response_length: int = Field(
+        default=53, ge=1, description="token limit of a response, over all steps it takes"
+    )
     stop_token_ids: tuple[int, ...] | None = Field(
         default=None, description="tokens that end a response; null: the tokenizer's and the model's EOS"
     )
@@ -56,8 +66,12 @@ class LearnerConfig(_Frozen):
     adam_beta2: float = Field(default=0.999, ge=0, lt=1, description="AdamW")
     adam_epsilon: float = Field(default=1e-8, gt=0, description="AdamW")
     weight_decay: float = Field(default=0.0, ge=0, description="AdamW")
-    max_grad_norm: float | None = Field(default=1.0, gt=0, description="clip of the global gradient norm; null: none")
-    lr_scheduler_type: Literal["linear", "constant", "cosine"] = Field(default="linear", description="decay to 0, or none")
+    max_grad_norm: float | None = Field(
+        default=1.0, gt=0, description="clip of the global gradient norm; null: none"
+    )
+    lr_scheduler_type: Literal["linear", "constant", "cosine"] = Field(
+        default="linear", description="decay to 0, or none"
+    )
     warmup_steps: int = Field(default=0, ge=0, description="engine steps of linear warm-up")
     micro_batch_tokens: int = Field(
         default=8192, ge=1, description="padded tokens per forward pass; what memory allows"
@@ -80,19 +94,24 @@ class TrainConfig(_Frozen):
     algo_config: dict[str, Any] = Field(default_factory=dict, description="the algorithm's own settings")
     model: str = Field(default="tiny", description="alias, hub id or folder of the policy")
     reward: str | None = Field(
-        default=None, description="alias, hub id or folder of a reward model, or module:function; null: the task's own"
+        default=None,
+        description="alias, hub id or folder of a reward model, or module:function; null: the task's own",
     )
     critic: str | None = Field(
         default=None, description="model the critic starts from; null: the reward model, else the policy"
     )
     task: str = Field(default="tiny", description="tiny, free_form, math or code")
-    dataset: str | None = Field(default=None, description="hub id, JSONL or parquet file instead of the task's prompts")
+    dataset: str | None = Field(
+        default=None, description="hub id, JSONL or parquet file instead of the task's prompts"
+    )
     prompt_column: str = Field(default="prompt", description="column of the prompt: text or messages")
     dtype: Literal["float32", "bfloat16"] = Field(default="float32", description="weights of all models")
     actor_lora: LoraSettings | None = Field(default=None, description="train adapters instead of all weights")
     batch_size: int = Field(default=64, ge=1, description="B, groups per step")
     num_steps: int = Field(default=100, ge=1, description="engine steps; steps × B prompts are drawn")
-    max_prompt_tokens: int | None = Field(default=None, ge=1, description="null: context less response_length")
+    max_prompt_tokens: int | None = Field(
+        default=None, ge=1, description="null: context less response_length"
+    )
     long_prompts: Literal["refuse", "truncate", "drop"] = Field(
         default="refuse", description="what to do with longer ones; truncate keeps the end"
     )
@@ -115,7 +134,9 @@ class TrainConfig(_Frozen):
 ConfigT = TypeVar("ConfigT", bound=BaseModel)
 
 
-def parse_config(config_class: type[ConfigT], values: Mapping[str, Any], *, source: str = "config") -> ConfigT:
+def parse_config(
+    config_class: type[ConfigT], values: Mapping[str, Any], *, source: str = "config"
+) -> ConfigT:
     """Validate a mapping.
 
     Raises:
@@ -124,7 +145,9 @@ def parse_config(config_class: type[ConfigT], values: Mapping[str, Any], *, sour
     try:
         return config_class.model_validate(dict(values))
     except ValidationError as error:
-        raise ConfigError(f"{source}: " + "; ".join(_explain(config_class, item) for item in error.errors())) from error
+        raise ConfigError(
+            f"{source}: " + "; ".join(_explain(config_class, item) for item in error.errors())
+        ) from error
 
 
 def apply_overrides(values: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
@@ -141,7 +164,9 @@ def apply_overrides(values: Mapping[str, Any], overrides: Sequence[str]) -> dict
         try:
             value = yaml.safe_load(text)
         except yaml.YAMLError as error:
-            raise ConfigError(f"--set {override!r}: the value is not valid YAML; quote it: a.b='text'") from error
+            raise ConfigError(
+                f"--set {override!r}: the value is not valid YAML; quote it: a.b='text'"
+            ) from error
         *parents, leaf = path.strip().split(".")
         node = merged
         for parent in parents:

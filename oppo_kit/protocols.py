@@ -12,7 +12,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from typing import Any, Protocol, runtime_checkable
+from pathlib import Path
+from typing import Any, ClassVar, Protocol
 
 from torch import Tensor
 
@@ -39,7 +40,6 @@ class Clock(Protocol):
 
     def now_s(self) -> float:
         """Seconds since some fixed moment."""
-        ...
 
 
 class PromptSource(Protocol):
@@ -47,7 +47,6 @@ class PromptSource(Protocol):
 
     def draw(self, draw_id: int) -> Prompt:
         """The prompt of this draw; epochs wrap by themselves."""
-        ...
 
 
 class Generator(Protocol):
@@ -59,22 +58,18 @@ class Generator(Protocol):
 
     def admit(self, rollouts: Sequence[Rollout]) -> None:
         """Take rollouts to decode; tokens that they already have are context and are not sampled again."""
-        ...
 
     def decode(self, max_tokens: int) -> list[TokenChunk]:
         """Advance every live rollout by up to ``max_tokens`` ticks; an ended one leaves by itself.
 
         Returns one chunk per rollout that was live, in no particular order.
         """
-        ...
 
     def evict(self, keys: Sequence[RolloutKey]) -> None:
         """Forget live rollouts; the unknown are ignored."""
-        ...
 
     def load_weights(self, version: int) -> None:
         """Take the learner's current weights; tokens sampled from now on carry ``version``."""
-        ...
 
 
 class Scorer(Protocol):
@@ -84,7 +79,6 @@ class Scorer(Protocol):
 
     def score(self, rollouts: Sequence[Rollout]) -> list[Score | None]:
         """One score per rollout, in order; None abstains, and its group is rejected by the engine."""
-        ...
 
 
 class ScorerHandle(Protocol):
@@ -94,28 +88,38 @@ class ScorerHandle(Protocol):
 
     def submit(self, rollouts: Sequence[Rollout]) -> Future[list[Score | None]]:
         """Start scoring; a failure is the future's exception."""
-        ...
 
     def close(self) -> None:
         """Release what the placement holds; called once, also after a failure."""
-        ...
 
 
-@runtime_checkable
 class Algorithm(Protocol):
     """What is learned from a batch. ``oppo_kit.algorithm.AlgorithmBase`` has no-op hooks to inherit."""
 
-    name: str
-    group_size: int
-    scorers: frozenset[str]
-    """Names of the scores it needs, of ``reward`` and ``reference``."""
-    needs_critic: bool
-    num_epochs: int
-    num_mini_batches: int
+    name: ClassVar[str]
+
+    @property
+    def group_size(self) -> int:
+        """Responses per draw of a prompt."""
+
+    @property
+    def scorers(self) -> frozenset[str]:
+        """Names of the scores it needs, of ``reward`` and ``reference``."""
+
+    @property
+    def needs_critic(self) -> bool:
+        """Whether ``RolloutBatch.values`` and ``PolicyOutputs.values`` are there."""
+
+    @property
+    def num_epochs(self) -> int:
+        """Passes over a batch."""
+
+    @property
+    def num_mini_batches(self) -> int:
+        """Optimizer steps per pass."""
 
     def prepare(self, batch: RolloutBatch) -> TrainBatch:
         """Advantages, returns, pairs: all that needs the whole batch, without gradient."""
-        ...
 
     def loss(self, micro_batch: MicroBatch, outputs: PolicyOutputs) -> tuple[Tensor, dict[str, Tensor]]:
         """This micro-batch's addend of the step's loss, and addends of metrics.
@@ -123,39 +127,45 @@ class Algorithm(Protocol):
         Both are sums over rows or tokens divided by the step's totals, so that adding them up over
         micro-batches gives the same number for every split.
         """
-        ...
 
     def on_chunk(self, chunks: Sequence[TokenChunk]) -> None:
         """After every decode call."""
-        ...
 
     def on_complete(self, group: Group) -> None:
         """A group has ended; it is not scored yet."""
-        ...
 
     def on_batch(self, batch: RolloutBatch) -> None:
         """B groups are selected and scored, before ``prepare``."""
-        ...
 
     def on_update(self, report: StepReport) -> None:
         """The weights were updated and handed to the generator."""
-        ...
 
 
 class Learner(Protocol):
     """Owns the models under training."""
 
+    @property
+    def policy(self) -> Any:
+        """The policy under training, from which a generator takes its weights."""
+
     def compute_values(self, batch: RolloutBatch) -> Tensor:
         """[R, T] critic values under the weights about to be updated, zero past a row's end."""
-        ...
 
     def update(self, batch: TrainBatch, algorithm: Algorithm) -> dict[str, float]:
         """All epochs and mini-batches of one engine step; returns metrics.
 
         Raises:
-            NonFiniteError: the loss or the gradient is not finite; the weights are as before the call.
+            NonFiniteError: the loss or the gradient is not finite before any weight has changed.
         """
-        ...
+
+    def state_dict(self) -> State:
+        """Weights, optimizer, schedule: all that ``update`` changes."""
+
+    def load_state_dict(self, state: State) -> None:
+        """Go on from ``state_dict``."""
+
+    def save_pretrained(self, folder: Path, tokenizer: Any = None) -> None:
+        """The trained models in Hugging Face format."""
 
 
 class Schedule(Protocol):
@@ -167,11 +177,9 @@ class Schedule(Protocol):
 
     def num_to_admit(self, num_held: int, batch_size: int, num_undrawn: int) -> int:
         """Groups to admit at the start of a step that holds ``num_held`` in flight or queued."""
-        ...
 
     def select(self, groups: Sequence[Group], batch_size: int, version: int, step: int) -> list[Group] | None:
-        """The batch in order of preference followed by its substitutes, or None while it must wait."""
-        ...
+        """The B groups to train, by draw id, or None while the step must wait."""
 
 
 EventListener = Callable[[str, dict[str, Any]], None]

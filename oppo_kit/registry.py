@@ -35,7 +35,9 @@ def load_algorithm_class(name: str) -> type[AlgorithmBase]:
     try:
         loaded = point.load()
     except (ImportError, AttributeError) as error:
-        raise ConfigError(f"algorithm {name!r} ({point.value}) cannot be loaded: {error}; reinstall its package") from error
+        raise ConfigError(
+            f"algorithm {name!r} ({point.value}) cannot be loaded: {error}; reinstall its package"
+        ) from error
     if not (isinstance(loaded, type) and issubclass(loaded, AlgorithmBase)):
         raise ConfigError(f"algorithm {name!r} ({point.value}) is not a subclass of oppo_kit.AlgorithmBase")
     return loaded

@@ -96,7 +96,9 @@ def test_a_lora_run_moves_the_adapter_and_leaves_the_base() -> None:
 
 
 def test_a_python_function_is_a_reward() -> None:
-    engine = make_engine(reward=FunctionScorer([reward_by_length], TOKENIZER, prompt_column="prompt"), score_at="sample")
+    engine = make_engine(
+        reward=FunctionScorer([reward_by_length], TOKENIZER, prompt_column="prompt"), score_at="sample"
+    )
     with engine:
         for report in engine.run():
             assert report.reward_mean == pytest.approx(report.reward_mean)

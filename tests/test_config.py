@@ -13,9 +13,15 @@ from oppo_kit.errors import ConfigError
     [
         ({"batchsize": 3}, "unknown key 'batchsize'; did you mean 'batch_size'"),
         ({"overlap": {"dleta": 3}}, "unknown key 'overlap.dleta'; did you mean 'delta'"),
-        ({"actor_lora": {"rank": 3}}, r"unknown key 'actor_lora.rank'; .*known: lora_alpha, lora_dropout, r, target"),
+        (
+            {"actor_lora": {"rank": 3}},
+            r"unknown key 'actor_lora.rank'; .*known: lora_alpha, lora_dropout, r, target",
+        ),
         ({"sampling": {"temperature": 0}}, "sampling.temperature = 0: Input should be greater than 0"),
-        ({"batch_size": 4, "overlap": {"delta": 9}}, "overlap.delta=9 exceeds batch_size × max_age = 8.*lower delta"),
+        (
+            {"batch_size": 4, "overlap": {"delta": 9}},
+            "overlap.delta=9 exceeds batch_size × max_age = 8.*lower delta",
+        ),
         ({"overlap": 3}, "overlap = 3: Input should be a valid dictionary"),
     ],
 )
@@ -26,7 +32,9 @@ def test_bad_settings_are_named_with_what_is_allowed(values, message) -> None:
 
 def test_overrides_enter_sections_and_read_yaml() -> None:
     base = {"overlap": {"delta": 2}, "seed": 1}
-    merged = apply_overrides(base, ["overlap.delta=8", "learner.max_grad_norm=null", "algo_config.lam=0.9", "model=a/b"])
+    merged = apply_overrides(
+        base, ["overlap.delta=8", "learner.max_grad_norm=null", "algo_config.lam=0.9", "model=a/b"]
+    )
     assert merged == {
         "overlap": {"delta": 8},
         "seed": 1,

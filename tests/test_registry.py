@@ -24,7 +24,9 @@ def test_an_unknown_algorithm_names_the_nearest() -> None:
 
 
 def test_an_unknown_setting_of_an_algorithm_names_the_nearest() -> None:
-    with pytest.raises(ConfigError, match="algo_config of ppo: unknown key 'kl_coeff'; did you mean 'kl_coef'"):
+    with pytest.raises(
+        ConfigError, match="algo_config of ppo: unknown key 'kl_coeff'; did you mean 'kl_coef'"
+    ):
         registry.create_algorithm("ppo", {"kl_coeff": 0.1})
 
 

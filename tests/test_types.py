@@ -25,7 +25,9 @@ def make_group(draw_id: int, lengths: list[int], *, reason: str = "stop") -> Gro
 
 
 def test_a_batch_is_laid_out_by_draw_id_with_explicit_lengths() -> None:
-    batch = RolloutBatch.from_groups([make_group(5, [1, 3], reason="length"), make_group(2, [0, 2])], version=9)
+    batch = RolloutBatch.from_groups(
+        [make_group(5, [1, 3], reason="length"), make_group(2, [0, 2])], version=9
+    )
     assert [group.draw_id for group in batch.groups] == [2, 5]
     assert batch.response_lengths.tolist() == [0, 2, 1, 3]
     assert batch.response_mask.tolist() == [

@@ -30,7 +30,9 @@ class StageCosts(BaseModel):
 
 def best_of(costs: list[StageCosts]) -> StageCosts:
     """The cheapest of several measurements, stage by stage."""
-    return StageCosts(**{field: min(getattr(cost, field) for cost in costs) for field in StageCosts.model_fields})
+    return StageCosts(
+        **{field: min(getattr(cost, field) for cost in costs) for field in StageCosts.model_fields}
+    )
 
 
 def bound_of(costs: StageCosts, runners: dict[str, Runner], num_warmup_steps: int) -> Bound:

@@ -121,6 +121,4 @@ def make_reward_scorer(workload: Workload) -> Scorer:
     """A scorer of its own for the workload's reward: its model, or its functions."""
     if workload.reward_path is not None:
         return HFRewardScorer(workload.make_reward())
-    return FunctionScorer(
-        workload.reward_functions, workload.tokenizer, prompt_column=workload.prompt_column
-    )
+    return FunctionScorer(workload.reward_functions, workload.tokenizer, prompt_column=workload.prompt_column)

@@ -52,14 +52,14 @@ class TinyTask:
             raise DataError(f"{num_rows} evaluation problems: {error}") from error
 
     def check(self, row: Row, response_text: str, is_stopped: bool) -> bool | None:
-        """Whether the chain is finished and its answer exact."""
+        """Whether the chain is finished and every step that stands is right."""
         return rewrite_chain.is_correct(row["prompt"], _with_end(response_text, is_stopped))
 
 
 def chain_reward(
     prompts: list[str], completions: list[str], is_stopped: list[bool] | None = None, **_: Any
 ) -> list[float | None]:
-    """1 for a right response, 0 for a wrong one: the true checker in place of the reward model."""
+    """1 for a finished chain of right steps, else 0: the true checker in place of the reward model."""
     stopped = [True] * len(prompts) if is_stopped is None else is_stopped
     return [
         float(rewrite_chain.is_correct(prompt, _with_end(text, is_ended)))

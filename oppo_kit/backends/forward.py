@@ -27,7 +27,9 @@ def causal_model(policy: nn.Module) -> PreTrainedModel:
     get_base_model = getattr(policy, "get_base_model", None)
     model = get_base_model() if get_base_model is not None else policy
     if not isinstance(model, PreTrainedModel):
-        raise ModelError(f"{type(policy).__name__} is no transformers model; load it with AutoModelForCausalLM")
+        raise ModelError(
+            f"{type(policy).__name__} is no transformers model; load it with AutoModelForCausalLM"
+        )
     return model
 
 
@@ -85,7 +87,9 @@ def sequence_scores(classifier: nn.Module, rows: PaddedRows) -> Tensor:
 
 def classifier_backbone(classifier: nn.Module) -> nn.Module:
     """The decoder below the score head."""
-    return getattr(classifier, str(getattr(classifier, "base_model_prefix", "")), None) or _no_classifier(classifier)
+    return getattr(classifier, str(getattr(classifier, "base_model_prefix", "")), None) or _no_classifier(
+        classifier
+    )
 
 
 def score_head(classifier: nn.Module) -> nn.Module:
@@ -95,7 +99,7 @@ def score_head(classifier: nn.Module) -> nn.Module:
 
 def logits_head(model: PreTrainedModel) -> Callable[[Tensor], Tensor]:
     """From last hidden states to logits as the model itself would make them: scale and soft cap included."""
-    embeddings = model.get_output_embeddings()
+    embeddings: Any = model.get_output_embeddings()
     config: Any = model.config.get_text_config()
     softcap = getattr(config, "final_logit_softcapping", None)
     scale = getattr(model, "logit_scale", None) or getattr(config, "logit_scale", None)
@@ -135,7 +139,7 @@ def probe_causal_model(policy: nn.Module) -> None:
     if not gap <= _PROBE_TOLERANCE.get(actual.dtype, _PROBE_TOLERANCE_HALF):
         raise ModelError(
             f"{type(model).__name__} cannot be trained: its logits differ from backbone + output head by {gap:.2g} "
-            "standard deviations on right-padded rows; use a decoder whose logits are a function of its last hidden state"
+            "standard deviations on right-padded rows; use a decoder whose logits follow from its last hidden state"
         )
 
 

@@ -72,7 +72,9 @@ class HFGenerator:
         model = causal_model(self._module)
         self._model = model
         self._cache_keyword = cache_keyword(model)
-        self._max_positions: int | None = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+        self._max_positions: int | None = getattr(
+            model.config.get_text_config(), "max_position_embeddings", None
+        )
         self._device = next(model.parameters()).device
         self._temperature = temperature
         self._stop_ids = frozenset(stop_token_ids)

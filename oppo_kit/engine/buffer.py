@@ -52,7 +52,9 @@ class OvercommitBuffer:
     def add(self, group: Group) -> None:
         """Take a freshly drawn group; draw ids rise by one, without gaps."""
         if group.draw_id != self.num_drawn:
-            raise StateError(f"draw {group.draw_id} was added after {self.num_drawn} draws; draw ids rise by one")
+            raise StateError(
+                f"draw {group.draw_id} was added after {self.num_drawn} draws; draw ids rise by one"
+            )
         self.num_drawn += 1
         self._insert(group)
 
@@ -94,7 +96,9 @@ class OvercommitBuffer:
         self.rejected[reason] += 1
         return live
 
-    def restore(self, groups: Sequence[Group], *, num_drawn: int, num_trained: int, rejected: dict[str, int]) -> None:
+    def restore(
+        self, groups: Sequence[Group], *, num_drawn: int, num_trained: int, rejected: dict[str, int]
+    ) -> None:
         """Replace everything by a saved state; its counts must conserve."""
         total = num_trained + len(groups) + sum(rejected.values())
         if num_drawn != total:

@@ -222,7 +222,11 @@ class OverlapEngine:
             num_trained=state["num_trained"],
             rejected=state["rejected"],
         )
-        self.num_steps_done, self.version, self._tick = state["num_steps_done"], state["version"], state["tick"]
+        self.num_steps_done, self.version, self._tick = (
+            state["num_steps_done"],
+            state["version"],
+            state["tick"],
+        )
         self.generator.load_weights(self.version)
         self.generator.admit(self._buffer.live_rollouts)
 
@@ -253,7 +257,7 @@ class OverlapEngine:
                 return groups
             if not self._buffer.live_rollouts:
                 raise StateError(
-                    f"nothing is in flight and {len(self._buffer)} ended groups do not make a batch of {self.batch_size}"
+                    f"nothing is in flight and {len(self._buffer)} ended groups make no batch of {self.batch_size}"
                 )
             self._decode()
 
@@ -373,5 +377,6 @@ def _check_settings(
         )
     if algorithm.num_mini_batches > batch_size:
         raise ConfigError(
-            f"num_mini_batches={algorithm.num_mini_batches} exceeds batch_size={batch_size}: a mini-batch would be empty"
+            f"num_mini_batches={algorithm.num_mini_batches} exceeds batch_size={batch_size}: "
+            "a mini-batch would be empty"
         )

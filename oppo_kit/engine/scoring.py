@@ -90,7 +90,8 @@ class ScoringDesk:
             ) from error
         if len(scores) != submission.num_rollouts:
             raise PartFailedError(
-                f"scorer {name!r} returned {len(scores)} scores for {submission.num_rollouts} rollouts; one each is needed"
+                f"scorer {name!r} returned {len(scores)} scores for {submission.num_rollouts} rollouts; "
+                "one each is needed"
             )
         reason = None
         for rollout, score in zip(group.rollouts, scores[submission.rows], strict=True):

@@ -58,9 +58,14 @@ def unpack_group(packed: dict[str, Any]) -> Group:
                 f"limit {prompt.max_new_tokens}"
             )
     return Group(
-        prompt=prompt, rollouts=rollouts, admitted_step=packed["admitted_step"], ended_step=packed["ended_step"]
+        prompt=prompt,
+        rollouts=rollouts,
+        admitted_step=packed["admitted_step"],
+        ended_step=packed["ended_step"],
     )
 
 
 def _copied(fields: dict[str, Any]) -> dict[str, Any]:
-    return {name: value.copy() if isinstance(value, (list, dict)) else value for name, value in fields.items()}
+    return {
+        name: value.copy() if isinstance(value, (list, dict)) else value for name, value in fields.items()
+    }

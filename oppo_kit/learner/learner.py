@@ -102,7 +102,9 @@ class AccelerateLearner:
         for indices in self._micro_batches(batch, list(range(batch.num_rows))):
             rows = self._rows(batch, indices)
             mask = rows.response_mask
-            values[indices, : rows.num_response_tokens] = torch.where(mask, token_values(critic, rows), 0.0).cpu()
+            values[indices, : rows.num_response_tokens] = torch.where(
+                mask, token_values(critic, rows), 0.0
+            ).cpu()
         return values
 
     def update(self, batch: TrainBatch, algorithm: Algorithm) -> dict[str, float]:
@@ -164,7 +166,9 @@ class AccelerateLearner:
         self._order.set_state(state["order"])
         self._num_episodes = state["num_episodes"]
 
-    def _optimizer_step(self, batch: TrainBatch, rows: list[int], algorithm: Algorithm) -> dict[str, float] | None:
+    def _optimizer_step(
+        self, batch: TrainBatch, rows: list[int], algorithm: Algorithm
+    ) -> dict[str, float] | None:
         """One step over these rows; None, with nothing changed, if loss or gradient is not finite."""
         num_tokens = int(batch.rollouts.response_lengths[rows].sum())
         totals: dict[str, float] = {}
@@ -213,7 +217,10 @@ class AccelerateLearner:
         lengths = batch.response_lengths[indices].tolist()
         return pad_prompts_and_responses(
             [batch.prompt_ids[index] for index in indices],
-            [batch.response_ids[index, :length].tolist() for index, length in zip(indices, lengths, strict=True)],
+            [
+                batch.response_ids[index, :length].tolist()
+                for index, length in zip(indices, lengths, strict=True)
+            ],
         ).to(self.accelerator.device)
 
     def _micro_batch(
@@ -233,5 +240,3 @@ class AccelerateLearner:
             num_step_tokens=num_tokens,
             num_step_rows=num_rows,
         )
-
-

@@ -26,7 +26,11 @@ def stream_key(seed: int, draw_id: int, sample_index: int) -> int:
 
 
 def gumbel_noise(
-    stream_keys: Sequence[int], positions: Sequence[int], vocab_size: int, *, device: torch.device | str = "cpu"
+    stream_keys: Sequence[int],
+    positions: Sequence[int],
+    vocab_size: int,
+    *,
+    device: torch.device | str = "cpu",
 ) -> Tensor:
     """[n, V] float32 standard Gumbel variates, a pure function of (stream key, position, v); always finite.
 

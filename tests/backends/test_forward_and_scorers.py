@@ -29,7 +29,9 @@ RESPONSES = [[20, 21, 2], [30, 31, 32, 33, 34, 35, 2], [40], []]
 
 def make_rollouts() -> list[Rollout]:
     return [
-        Rollout(RolloutKey(i, 0), Prompt(i, tuple(prompt), 16), token_ids=list(response), finish_reason="stop")
+        Rollout(
+            RolloutKey(i, 0), Prompt(i, tuple(prompt), 16), token_ids=list(response), finish_reason="stop"
+        )
         for i, (prompt, response) in enumerate(zip(PROMPTS, RESPONSES, strict=True))
     ]
 
@@ -49,7 +51,9 @@ def test_padded_rows_have_the_logprobs_entropy_and_values_of_unpadded_ones(kind:
         own_values = critic.score(hidden)[0, :, 0]
         for position, token in enumerate(response):
             predictor = len(prompt) - 1 + position
-            assert float(logprobs[index, position]) == pytest.approx(float(expected[predictor, token]), abs=1e-5)
+            assert float(logprobs[index, position]) == pytest.approx(
+                float(expected[predictor, token]), abs=1e-5
+            )
             own_entropy = float(-(expected[predictor].exp() * expected[predictor]).sum())
             assert float(entropy[index, position]) == pytest.approx(own_entropy, abs=1e-4)
             assert float(values[index, position]) == pytest.approx(float(own_values[predictor]), abs=1e-5)
@@ -64,7 +68,9 @@ def test_a_score_depends_neither_on_the_batch_nor_on_what_pad_and_eos_are(kind: 
     rollouts = make_rollouts()
     scores = HFRewardScorer(copy.deepcopy(plain)).score(rollouts)
     assert HFRewardScorer(same).score(rollouts) == scores
-    assert HFRewardScorer(copy.deepcopy(plain), batch_tokens=1).score(rollouts) == pytest.approx(scores, abs=1e-5)
+    assert HFRewardScorer(copy.deepcopy(plain), batch_tokens=1).score(rollouts) == pytest.approx(
+        scores, abs=1e-5
+    )
     for rollout, score in zip(rollouts, scores, strict=True):
         ids = torch.tensor([[*rollout.prompt.token_ids, *rollout.token_ids]])
         assert score == pytest.approx(float(plain(ids).logits[0, 0]), abs=1e-5)
@@ -96,7 +102,9 @@ def test_soft_capped_logits_pass_the_probe_and_are_capped() -> None:
     from transformers import Gemma2Config, Gemma2ForCausalLM
 
     torch.manual_seed(0)
-    sizes = dict(vocab_size=50, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4)
+    sizes = dict(
+        vocab_size=50, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4
+    )
     config = Gemma2Config(**sizes, num_key_value_heads=2, head_dim=8, final_logit_softcapping=3.0)
     model = Gemma2ForCausalLM(config).eval()
     with torch.no_grad():
@@ -119,14 +127,20 @@ def test_a_model_whose_logits_are_no_function_of_its_hidden_state_is_refused() -
         return outputs
 
     model.forward = doubled
-    with pytest.raises(ModelError, match="LlamaForCausalLM cannot be trained: its logits differ .* standard deviations"):
+    with pytest.raises(
+        ModelError, match="LlamaForCausalLM cannot be trained: its logits differ .* standard deviations"
+    ):
         probe_causal_model(model)
 
 
 def test_a_module_without_a_score_head_is_no_reward_model() -> None:
-    with pytest.raises(ModelError, match="has no backbone with a 'score' head; use a decoder's AutoModelForSequence"):
+    with pytest.raises(
+        ModelError, match="has no backbone with a 'score' head; use a decoder's AutoModelForSequence"
+    ):
         HFRewardScorer(tiny_causal_lm())
-    with pytest.raises(ModelError, match="Linear is no transformers model; load it with AutoModelForCausalLM"):
+    with pytest.raises(
+        ModelError, match="Linear is no transformers model; load it with AutoModelForCausalLM"
+    ):
         HFReferenceScorer(torch.nn.Linear(2, 2), temperature=1.0)
 
 

@@ -180,12 +180,16 @@ def test_rows_with_non_finite_logits_are_named() -> None:
     # Tied or not, the output row of token 40 is NaN for everybody, so only untied models name one row.
     assert not model.config.tie_word_embeddings
     generator.admit([good, bad])
-    with pytest.raises(NonFiniteError, match=r"NaN or infinite for draws \[8\] at version 0; lower the learning"):
+    with pytest.raises(
+        NonFiniteError, match=r"NaN or infinite for draws \[8\] at version 0; lower the learning"
+    ):
         generator.decode(1)
 
 
 def test_a_limit_beyond_the_context_is_refused_before_anything_is_decoded() -> None:
     """trl#3569."""
     generator = HFGenerator(tiny_causal_lm(), temperature=1.0, stop_token_ids=[], seed=0)
-    with pytest.raises(DataError, match="200 prompt tokens and a limit of 100 exceed the model's context of 256"):
+    with pytest.raises(
+        DataError, match="200 prompt tokens and a limit of 100 exceed the model's context of 256"
+    ):
         generator.admit([Rollout(RolloutKey(0, 0), Prompt(0, (3,) * 200, 100))])

@@ -11,7 +11,9 @@ from oppo_kit.types import Group, Prompt, Rollout, RolloutKey, TokenChunk
 
 def make_group(draw_id: int, group_size: int = 2) -> Group:
     prompt = Prompt(draw_id, (1,), 5)
-    return Group(prompt, [Rollout(RolloutKey(draw_id, i), prompt) for i in range(group_size)], admitted_step=0)
+    return Group(
+        prompt, [Rollout(RolloutKey(draw_id, i), prompt) for i in range(group_size)], admitted_step=0
+    )
 
 
 def test_draw_ids_rise_by_one() -> None:
@@ -26,7 +28,9 @@ def test_a_group_ends_with_its_last_response_and_at_its_tick() -> None:
     buffer.add(make_group(0))
     assert buffer.apply([TokenChunk(RolloutKey(0, 0), [3], [-1.0], 0, 1, "stop")], base_tick=10, step=0) == []
     assert (buffer.num_in_flight, buffer.num_queued) == (1, 0)
-    [group] = buffer.apply([TokenChunk(RolloutKey(0, 1), [3, 3], [-1.0] * 2, 0, 2, "stop")], base_tick=14, step=1)
+    [group] = buffer.apply(
+        [TokenChunk(RolloutKey(0, 1), [3, 3], [-1.0] * 2, 0, 2, "stop")], base_tick=14, step=1
+    )
     assert (group.end_tick, group.ended_step) == (16, 1)
     assert (buffer.num_in_flight, buffer.num_queued) == (0, 1)
 

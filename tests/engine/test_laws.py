@@ -32,7 +32,17 @@ class EngineMachine(RuleBasedStateMachine):
         non_finite=st.frozensets(st.integers(0, NUM_STEPS), max_size=2),
     )
     def build(
-        self, batch_size, group_size, max_age, delta_share, chunk_tokens, schedule, score_at, seed, reject_one_in, non_finite
+        self,
+        batch_size,
+        group_size,
+        max_age,
+        delta_share,
+        chunk_tokens,
+        schedule,
+        score_at,
+        seed,
+        reject_one_in,
+        non_finite,
     ):
         delta = 0 if schedule == "sequential" else round(delta_share * batch_size * max_age)
         self.batch_size, self.group_size, self.max_age = batch_size, group_size, max_age
@@ -114,7 +124,9 @@ class EngineMachine(RuleBasedStateMachine):
             self.trained += draws
             assert self.engine.version == version + 1
         report = self.report
-        assert report.drawn == report.trained + report.in_flight + report.queued + sum(report.rejected.values())
+        assert report.drawn == report.trained + report.in_flight + report.queued + sum(
+            report.rejected.values()
+        )
         assert report.trained == len(self.trained)
         assert report.rejected.get("non_finite", 0) == len(self.rejected_non_finite)
         assert report.age_max <= self.max_age

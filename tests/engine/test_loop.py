@@ -5,7 +5,16 @@ from __future__ import annotations
 import math
 
 import pytest
-from fakes import FakeAlgorithm, FakeGenerator, FakeHandle, FakeLearner, FakePrompts, VirtualClock, build_fake_engine, stable_hash
+from fakes import (
+    FakeAlgorithm,
+    FakeGenerator,
+    FakeHandle,
+    FakeLearner,
+    FakePrompts,
+    VirtualClock,
+    build_fake_engine,
+    stable_hash,
+)
 
 from oppo_kit.config import OverlapConfig
 from oppo_kit.engine.loop import OverlapEngine
@@ -33,14 +42,18 @@ def test_overcommit_needs_fewer_ticks_for_the_same_draws_and_trains_each_once() 
 
 def test_trained_and_drawn_lengths_agree_over_a_whole_run() -> None:
     """First-finished selection must not shift the trained distribution (verl PR#4160)."""
-    engine = build_fake_engine(length_of=long_tailed, batch_size=8, num_steps=20, overlap=OverlapConfig(delta=8))
+    engine = build_fake_engine(
+        length_of=long_tailed, batch_size=8, num_steps=20, overlap=OverlapConfig(delta=8)
+    )
     lengths = sorted(length for report in engine.run() for length in report.trained_lengths)
     assert lengths == sorted(min(long_tailed(draw, 0), 50) for draw in range(160))
 
 
 def test_at_delta_zero_every_chunk_size_and_scoring_time_trains_the_same_batches() -> None:
     def trajectory(**overlap):
-        engine = build_fake_engine(length_of=long_tailed, batch_size=4, num_steps=6, overlap=OverlapConfig(**overlap))
+        engine = build_fake_engine(
+            length_of=long_tailed, batch_size=4, num_steps=6, overlap=OverlapConfig(**overlap)
+        )
         list(engine.run())
         return [
             [(g.draw_id, g.rollouts[0].token_ids, g.rollouts[0].scores) for g in batch.groups]
@@ -126,7 +139,11 @@ def test_each_rollout_is_scored_once_however_often_it_is_considered() -> None:
 def test_selection_never_looks_at_scores() -> None:
     def chosen(score_of):
         engine = build_fake_engine(
-            length_of=long_tailed, batch_size=3, num_steps=4, overlap=OverlapConfig(delta=3), score_of=score_of
+            length_of=long_tailed,
+            batch_size=3,
+            num_steps=4,
+            overlap=OverlapConfig(delta=3),
+            score_of=score_of,
         )
         list(engine.run())
         return [[g.draw_id for g in batch.groups] for batch in engine.learner.batches]
@@ -143,13 +160,17 @@ def test_a_scorer_that_raises_ends_the_step_with_its_name_and_draw() -> None:
     engine = build_fake_engine(
         length_of=lambda d, s: 3, batch_size=2, num_steps=1, overlap=OverlapConfig(), score_of=fail
     )
-    with pytest.raises(PartFailedError, match=r"scorer 'reward' failed while draw 0 .* RuntimeError: out of coffee") as caught:
+    with pytest.raises(
+        PartFailedError, match=r"scorer 'reward' failed while draw 0 .* RuntimeError: out of coffee"
+    ) as caught:
         engine.collect()
     assert isinstance(caught.value.__cause__, RuntimeError)
 
 
 def test_a_generator_that_raises_is_named_with_its_step() -> None:
-    engine = build_fake_engine(length_of=lambda d, s: 1 // 0, batch_size=2, num_steps=1, overlap=OverlapConfig())
+    engine = build_fake_engine(
+        length_of=lambda d, s: 1 // 0, batch_size=2, num_steps=1, overlap=OverlapConfig()
+    )
     with pytest.raises(PartFailedError, match="the generator failed in step 0: ZeroDivisionError"):
         engine.collect()
 
@@ -157,7 +178,9 @@ def test_a_generator_that_raises_is_named_with_its_step() -> None:
 def test_a_learner_that_raises_is_named_with_the_draws() -> None:
     engine = build_fake_engine(length_of=lambda d, s: 3, batch_size=2, num_steps=1, overlap=OverlapConfig())
     engine.learner.update = lambda batch, algorithm: 1 / 0
-    with pytest.raises(PartFailedError, match=r"the learner failed in step 0 on draws \[0, 1\]: ZeroDivisionError"):
+    with pytest.raises(
+        PartFailedError, match=r"the learner failed in step 0 on draws \[0, 1\]: ZeroDivisionError"
+    ):
         engine.step(engine.collect())
 
 
@@ -167,7 +190,9 @@ def test_when_every_group_is_rejected_the_run_ends_instead_of_drawing_for_ever(s
         length_of=lambda d, s: 3, batch_size=2, num_steps=1, overlap=OverlapConfig(), score_of=lambda r: score
     )
     reason = "reward_abstained" if score is None else "non_finite_score"
-    with pytest.raises(PartFailedError, match=rf"the last 32 groups were all rejected \({reason}\); the reward must"):
+    with pytest.raises(
+        PartFailedError, match=rf"the last 32 groups were all rejected \({reason}\); the reward must"
+    ):
         engine.collect()
 
 
@@ -211,7 +236,9 @@ def test_a_batch_is_trained_once() -> None:
     engine = build_fake_engine(length_of=lambda d, s: 3, batch_size=2, num_steps=3, overlap=OverlapConfig())
     batch = engine.collect()
     engine.step(batch)
-    with pytest.raises(StateError, match=r"collected at version 0, the engine is at 1; call collect\(\) and step\(\)"):
+    with pytest.raises(
+        StateError, match=r"collected at version 0, the engine is at 1; call collect\(\) and step\(\)"
+    ):
         engine.step(batch)
 
 
@@ -242,8 +269,16 @@ class _Liar(FakeGenerator):
     ("chunks", "error", "message"),
     [
         ([], PartFailedError, "the generator returned no chunk while 1 responses are in flight"),
-        ([TokenChunk((9, 0), [1], [-1.0], 0, 1, None)], StateError, "returned tokens for .* which is not in flight"),
-        ([TokenChunk((0, 0), [1] * 51, [-1.0] * 51, 0, 1, None)], StateError, "51 tokens .* whose limit leaves 50"),
+        (
+            [TokenChunk((9, 0), [1], [-1.0], 0, 1, None)],
+            StateError,
+            "returned tokens for .* which is not in flight",
+        ),
+        (
+            [TokenChunk((0, 0), [1] * 51, [-1.0] * 51, 0, 1, None)],
+            StateError,
+            "51 tokens .* whose limit leaves 50",
+        ),
     ],
 )
 def test_a_generator_that_breaks_the_protocol_is_found_out(chunks, error, message) -> None:
@@ -284,7 +319,9 @@ def test_more_mini_batches_than_groups_are_refused() -> None:
 
     algorithm = FakeAlgorithm()
     algorithm.config = AlgorithmConfig(num_mini_batches=3)
-    with pytest.raises(ConfigError, match="num_mini_batches=3 exceeds batch_size=2: a mini-batch would be empty"):
+    with pytest.raises(
+        ConfigError, match="num_mini_batches=3 exceeds batch_size=2: a mini-batch would be empty"
+    ):
         make_engine(algorithm=algorithm)
 
 
@@ -293,7 +330,10 @@ def test_more_mini_batches_than_groups_are_refused() -> None:
     [
         ({"batch_size": 5}, "saved state has batch_size=5, this engine has 2"),
         ({"state_version": 0}, "saved state has state_version=0, this engine has 1"),
-        ({"num_trained": 1}, "saved counts do not conserve: 3 drawn, but 1 trained \\+ 3 held \\+ 0 rejected = 4"),
+        (
+            {"num_trained": 1},
+            "saved counts do not conserve: 3 drawn, but 1 trained \\+ 3 held \\+ 0 rejected = 4",
+        ),
     ],
 )
 def test_a_state_that_does_not_fit_is_refused(change, message) -> None:
@@ -309,5 +349,7 @@ def test_a_damaged_rollout_in_a_state_is_named() -> None:
     engine.collect()
     state = engine.state_dict()
     state["groups"][0]["rollouts"][0]["versions"].pop()
-    with pytest.raises(StateError, match="saved rollout .* is damaged: 3 tokens, 3 log-probs, 2 versions, limit 50"):
+    with pytest.raises(
+        StateError, match="saved rollout .* is damaged: 3 tokens, 3 log-probs, 2 versions, limit 50"
+    ):
         engine.load_state_dict(state)

@@ -11,7 +11,9 @@ from oppo_kit.engine.schedules import OvercommitSchedule, SequentialSchedule, cr
 from oppo_kit.types import Group, Prompt, Rollout, RolloutKey
 
 
-def make_group(draw_id: int, *, end_tick: int | None = None, ended_step: int = 5, version: int | None = 5) -> Group:
+def make_group(
+    draw_id: int, *, end_tick: int | None = None, ended_step: int = 5, version: int | None = 5
+) -> Group:
     """Ended at ``end_tick`` in ``ended_step``, or in flight; its first token has ``version``."""
     versions = [] if version is None else [version]
     rollout = Rollout(
@@ -23,7 +25,9 @@ def make_group(draw_id: int, *, end_tick: int | None = None, ended_step: int = 5
         finish_reason=None if end_tick is None else "stop",
         end_tick=end_tick,
     )
-    return Group(rollout.prompt, [rollout], admitted_step=0, ended_step=None if end_tick is None else ended_step)
+    return Group(
+        rollout.prompt, [rollout], admitted_step=0, ended_step=None if end_tick is None else ended_step
+    )
 
 
 def draws(groups: list[Group] | None) -> list[int] | None:
@@ -45,7 +49,11 @@ def test_equal_end_ticks_are_ordered_by_draw_id() -> None:
 
 def test_those_queued_before_go_before_those_that_ended_in_this_step() -> None:
     """slime#2238: surplus ended groups are trained next, not thrown away."""
-    groups = [make_group(0, end_tick=80, ended_step=5), make_group(1, end_tick=90, ended_step=4), make_group(2, end_tick=70)]
+    groups = [
+        make_group(0, end_tick=80, ended_step=5),
+        make_group(1, end_tick=90, ended_step=4),
+        make_group(2, end_tick=70),
+    ]
     assert draws(OvercommitSchedule(delta=2, max_age=3).select(groups, 1, 5, 5)) == [1]
     assert draws(OvercommitSchedule(delta=2, max_age=3).select(groups, 2, 5, 5)) == [1, 2]
 
@@ -85,7 +93,9 @@ def test_the_sequential_schedule_waits_for_all() -> None:
 
 
 @given(st.integers(0, 30), st.integers(1, 10), st.integers(0, 10), st.integers(0, 40))
-def test_admission_fills_up_to_b_plus_delta_and_never_beyond_the_draws_left(held, batch_size, delta, undrawn) -> None:
+def test_admission_fills_up_to_b_plus_delta_and_never_beyond_the_draws_left(
+    held, batch_size, delta, undrawn
+) -> None:
     admitted = OvercommitSchedule(delta=delta, max_age=9).num_to_admit(held, batch_size, undrawn)
     assert 0 <= admitted <= undrawn
     assert admitted == 0 or held + admitted <= batch_size + delta
@@ -99,5 +109,7 @@ def test_the_config_names_the_schedule() -> None:
 
 
 def test_sequential_with_a_delta_contradicts_itself() -> None:
-    with pytest.raises(ValueError, match="'sequential' holds exactly B groups, but delta is 2; use schedule 'oppo'"):
+    with pytest.raises(
+        ValueError, match="'sequential' holds exactly B groups, but delta is 2; use schedule 'oppo'"
+    ):
         OverlapConfig(schedule="sequential", delta=2)

@@ -92,7 +92,18 @@ def test_help_and_doctor_load_no_algorithm(tmp_path) -> None:
 
 def test_train_saves_a_model_resumes_and_refuses_to_mix_runs(oppo_kit, tmp_path) -> None:
     out = tmp_path / "run"
-    start = ["train", *SMALL, "--steps", "3", "--save-every", "1", "--report-to", "tensorboard", "--out", str(out)]
+    start = [
+        "train",
+        *SMALL,
+        "--steps",
+        "3",
+        "--save-every",
+        "1",
+        "--report-to",
+        "tensorboard",
+        "--out",
+        str(out),
+    ]
     done = oppo_kit(*start)
     assert done.returncode == 0, done.stderr
     assert (out / "model" / "config.json").exists()
@@ -100,7 +111,9 @@ def test_train_saves_a_model_resumes_and_refuses_to_mix_runs(oppo_kit, tmp_path)
     assert list(out.rglob("events.out.tfevents*"))
     lines = [json.loads(line) for line in (out / "steps.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == [0, 1, 2]
-    assert {"objective/kl", "policy/approxkl_avg", "val/ratio", "oppo/delta", "oppo/age_mean"} <= set(lines[0])
+    assert {"objective/kl", "policy/approxkl_avg", "val/ratio", "oppo/delta", "oppo/age_mean"} <= set(
+        lines[0]
+    )
     assert yaml.safe_load((out / "config.yaml").read_text())["batch_size"] == 4
 
     assert "holds config.yaml already; pass another --out" in refused(oppo_kit(*start))
@@ -120,7 +133,9 @@ def test_a_reward_function_trains_and_a_broken_one_is_named(oppo_kit, tmp_path) 
     base = ["train", *SMALL, "--steps", "1", "--reward"]
     done = oppo_kit(*base, "my_rewards:good", "--out", "good")
     assert done.returncode == 0, done.stderr
-    assert "'bad' raised KeyError('answer') on draws 0, 1, 2, 3" in refused(oppo_kit(*base, "my_rewards:bad", "--out", "bad"))
+    assert "'bad' raised KeyError('answer') on draws 0, 1, 2, 3" in refused(
+        oppo_kit(*base, "my_rewards:bad", "--out", "bad")
+    )
     assert "returned 1" in refused(oppo_kit(*base, "my_rewards:short", "--out", "short"))
     assert "were all rejected (reward_abstained)" in refused(
         oppo_kit(*base, "my_rewards:silent", "--out", "silent")
@@ -151,9 +166,10 @@ def test_the_quick_benchmark_writes_every_file_and_conserves_every_draw(oppo_kit
         last = run.steps[-1]
         assert last.drawn == last.trained == 24
         assert last.in_flight == last.queued == 0
-        trained.append(sorted(sum((step.trained_lengths for step in run.steps), [])))
+        trained.append(sum(step.responses_trained for step in run.steps))
         assert [evaluation.step for evaluation in run.evaluations] == [0, 3]
         assert any(series.name == "process/rss_bytes" and series.values for series in run.utilisation)
+    assert trained == [24, 24, 24], "the same work"
     first = {run.evaluations[0].accuracy for runner in result.runners.values() for run in runner.runs}
     assert len(first) == 1, "all start from the same policy, prompts and noise"
     files = {file.name for file in (tmp_path / "quick").iterdir()}

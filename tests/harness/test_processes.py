@@ -30,7 +30,7 @@ def test_progress_and_result_come_back(tmp_path, make_module) -> None:
         "import sys, os\n"
         "print('{\"progress\": {\"step\": 0}}'); print('chatter')\n"
         "assert os.environ['OMP_NUM_THREADS'] == '1'\n"
-        "open(sys.argv[2], 'w').write('{\"median\": 2, \"low\": 1, \"high\": 3, \"pairs\": [2]}')\n"
+        'open(sys.argv[2], \'w\').write(\'{"median": 2, "low": 1, "high": 3, "pairs": [2]}\')\n'
     )
     seen: list[dict] = []
     ratio = run_in_process(SPEC, tmp_path / "run", Ratio, module=module, on_progress=seen.append)
@@ -40,7 +40,9 @@ def test_progress_and_result_come_back(tmp_path, make_module) -> None:
 
 def test_a_failure_brings_the_end_of_its_log(tmp_path, make_module) -> None:
     module = make_module("raise SystemExit('no such thing as a free lunch')")
-    with pytest.raises(PartFailedError, match=r"runner 'trl', seed 3, ended with exit code 1; end of .*log.txt:\nno such"):
+    with pytest.raises(
+        PartFailedError, match=r"runner 'trl', seed 3, ended with exit code 1; end of .*log.txt:\nno such"
+    ):
         run_in_process(SPEC, tmp_path / "run", Ratio, module=module)
 
 

@@ -11,7 +11,9 @@ from oppo_kit.errors import ConfigError, UnknownNameError
 def test_the_layers_go_from_defaults_over_task_and_file_to_options_and_sets(tmp_path) -> None:
     file = tmp_path / "run.yaml"
     file.write_text("batch_size: 12\nsampling: {response_length: 99}\nalgo_config: {lam: 0.9}\n")
-    train = load_train_config(file, options={"seed": 4, "batch_size": None}, overrides=["sampling.temperature=0.5"])
+    train = load_train_config(
+        file, options={"seed": 4, "batch_size": None}, overrides=["sampling.temperature=0.5"]
+    )
     assert (train.batch_size, train.seed) == (12, 4)
     assert (train.sampling.response_length, train.sampling.temperature) == (99, 0.5)
     assert train.algo_config["lam"] == 0.9
@@ -31,8 +33,18 @@ def test_delta_is_half_of_b_where_nobody_says_anything() -> None:
     [
         ({"algo": "pop"}, [], UnknownNameError, "unknown algorithm 'pop'; did you mean 'ppo'"),
         ({"task": "tyni"}, [], UnknownNameError, "unknown task 'tyni'; did you mean 'tiny'"),
-        ({}, ["learner.learning_rte=1"], ConfigError, "unknown key 'learner.learning_rte'; did you mean 'learning_rate'"),
-        ({}, ["algo_config.clip=1"], ConfigError, "algo_config of ppo: unknown key 'clip'; did you mean 'cliprange'"),
+        (
+            {},
+            ["learner.learning_rte=1"],
+            ConfigError,
+            "unknown key 'learner.learning_rte'; did you mean 'learning_rate'",
+        ),
+        (
+            {},
+            ["algo_config.clip=1"],
+            ConfigError,
+            "algo_config of ppo: unknown key 'clip'; did you mean 'cliprange'",
+        ),
         ({}, ["overlap=5"], ConfigError, "overlap = 5"),
         ({}, ["batch_size=many"], ConfigError, "batch_size = 'many'"),
     ],
@@ -44,7 +56,11 @@ def test_what_does_not_fit_is_named(options, overrides, error, message) -> None:
 
 @pytest.mark.parametrize(
     ("text", "message"),
-    [("- 1\n", "holds a list; it must be a mapping"), ("a: [", "is not valid YAML"), ("bach_size: 2", "unknown key")],
+    [
+        ("- 1\n", "holds a list; it must be a mapping"),
+        ("a: [", "is not valid YAML"),
+        ("bach_size: 2", "unknown key"),
+    ],
 )
 def test_a_file_that_is_no_configuration_is_refused(tmp_path, text, message) -> None:
     file = tmp_path / "run.yaml"
@@ -54,7 +70,9 @@ def test_a_file_that_is_no_configuration_is_refused(tmp_path, text, message) -> 
 
 
 def test_a_missing_file_is_named_and_an_empty_one_is_fine(tmp_path) -> None:
-    with pytest.raises(ConfigError, match="cannot read .*none.yaml: No such file or directory; pass a YAML file"):
+    with pytest.raises(
+        ConfigError, match="cannot read .*none.yaml: No such file or directory; pass a YAML file"
+    ):
         load_train_config(tmp_path / "none.yaml")
     empty = tmp_path / "empty.yaml"
     empty.write_text("")

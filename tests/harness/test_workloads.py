@@ -151,6 +151,7 @@ def test_tiny_counts_only_finished_right_chains() -> None:
     assert task.check(row, f"{right}<eos>", True)
     assert not task.check(row, right, False)
     assert not task.check(row, "=57-2+1=55+1=57", True)
+    assert not task.check(row, "=58-2+1=55+1=56", True)
 
 
 def test_the_rule_reward_of_tiny_agrees_with_its_checker() -> None:

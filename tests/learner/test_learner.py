@@ -124,7 +124,9 @@ def test_a_non_finite_loss_leaves_every_weight_as_it_was() -> None:
     before = [p.clone() for p in learner.policy.parameters()]
     with pytest.raises(NonFiniteError, match="the loss or its gradient is not finite; the batch is left out"):
         learner.update(batch, algorithm)
-    assert all(torch.equal(one, other) for one, other in zip(before, learner.policy.parameters(), strict=True))
+    assert all(
+        torch.equal(one, other) for one, other in zip(before, learner.policy.parameters(), strict=True)
+    )
     batch, algorithm = prepared(learner)
     assert learner.update(batch, algorithm)["grad_norm"] > 0
 
