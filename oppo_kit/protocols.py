@@ -8,6 +8,8 @@ The engine calls every method from one thread and never two at a time on one obj
 work elsewhere: the engine hands it rollouts, goes on, and waits on the future when the scores are needed.
 """
 
+# pyright: reportReturnType=false
+# A method of a protocol is its docstring.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence

@@ -1,0 +1,131 @@
+"""Every snippet of the README is run."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+import torch
+
+from oppo_kit.installation import main
+
+ROOT = Path(__file__).resolve().parents[1]
+TEXT = (ROOT / "README.md").read_text()
+
+
+def blocks(language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", TEXT, flags=re.DOTALL)
+
+
+def commands(program: str) -> list[list[str]]:
+    lines = [line.split("#")[0].strip() for block in blocks("bash") for line in block.splitlines()]
+    return [shlex.split(line) for line in lines if line.startswith(program)]
+
+
+def run(monkeypatch, capsys, arguments: list[str]) -> tuple[int, str]:
+    monkeypatch.setattr(sys, "argv", ["oppo-kit", *arguments])
+    try:
+        main()
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else 0
+        return code, capsys.readouterr().err
+    return 0, capsys.readouterr().err
+
+
+def test_the_loop_of_fifteen_lines_trains(tmp_path, monkeypatch, capsys) -> None:
+    torch.manual_seed(0)
+    [snippet] = [block for block in blocks("python") if "engine.collect()" in block]
+    loop = snippet[snippet.index("config = ") :]
+    assert len([line for line in loop.splitlines() if line.strip()]) <= 15
+    exec(compile(snippet, "README.md", "exec"), {"__name__": "readme"})
+    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == ["0", "1", "2"]
+
+
+def test_the_algorithm_of_the_readme_learns_through_the_engine() -> None:
+    from tiny_models import tiny_causal_lm, tiny_tokenizer
+
+    from oppo_kit import OverlapConfig, PromptDataset, SamplingConfig, TrainConfig, build_engine
+    from oppo_kit.backends.function_scorer import FunctionScorer
+
+    names: dict = {"__name__": "readme"}
+    [snippet] = [block for block in blocks("python") if "class Reinforce" in block]
+    exec(compile(snippet, "README.md", "exec"), names)
+
+    def likes_a(prompts, completions, **columns):
+        return [float(text.count("a")) for text in completions]
+
+    tokenizer = tiny_tokenizer()
+    config = TrainConfig(
+        batch_size=16,
+        num_steps=12,
+        sampling=SamplingConfig(temperature=1.0, response_length=8),
+        overlap=OverlapConfig(delta=4, chunk_tokens=4),
+        learner={"learning_rate": 5e-3, "lr_scheduler_type": "constant"},
+    )
+    engine = build_engine(
+        config,
+        policy=tiny_causal_lm(),
+        tokenizer=tokenizer,
+        prompts=PromptDataset([{"prompt": "ab"}, {"prompt": "cd"}], tokenizer, max_new_tokens=8),
+        reward=FunctionScorer([likes_a], tokenizer),
+        algorithm=names["Reinforce"](names["Reinforce"].config_class()),
+    )
+    with engine:
+        rewards = [report.reward_mean for report in engine.run()]
+    assert sum(rewards[-4:]) / 4 > sum(rewards[:4]) / 4 + 0.5
+
+
+def test_the_entry_point_of_the_readme_is_the_group_that_the_registry_reads() -> None:
+    from oppo_kit.registry import ALGORITHM_GROUP
+
+    [snippet] = blocks("toml")
+    groups = tomllib.loads(snippet)["project"]["entry-points"]
+    assert list(groups) == [ALGORITHM_GROUP]
+
+
+def test_the_train_commands_run_and_resume(tmp_path, monkeypatch, capsys) -> None:
+    monkeypatch.chdir(tmp_path)
+    [reward] = [block for block in blocks("python") if "def exact" in block]
+    Path("my_rewards.py").write_text(reward)
+    Path("problems.jsonl").write_text('{"question": "1+1=", "answer": "2"}\n{"question": "2+3=", "answer": "5"}\n')
+    lines = commands("oppo-kit train")
+    assert len(lines) == 3
+    for line in lines:
+        arguments = [*line[1:], "--steps", "2", "--batch-size", "4", "--set", "sampling.response_length=16"]
+        if "--task" in line:
+            arguments += ["--set", "model=tiny", "--set", "algo_config.num_mini_batches=2"]
+        code, error = run(monkeypatch, capsys, arguments)
+        assert code == 0, (line, error)
+    assert (tmp_path / "runs/first/model/config.json").exists()
+
+
+def test_the_doctor_command_runs(monkeypatch, capsys) -> None:
+    [line] = commands("oppo-kit doctor")
+    assert run(monkeypatch, capsys, line[1:])[0] == 0
+
+
+def test_the_large_benchmark_is_refused_offline_with_what_to_do(tmp_path, monkeypatch, capsys) -> None:
+    """On a machine with the hub it runs; the test suite never reaches the network."""
+    monkeypatch.chdir(tmp_path)
+    [line] = commands("oppo-kit bench")
+    code, error = run(monkeypatch, capsys, line[1:])
+    assert code == 2
+    assert "Qwen/Qwen2.5-7B-Instruct" in error
+
+
+@pytest.mark.parametrize("target", ["bench", "test", "check"])
+def test_the_make_targets_exist(target) -> None:
+    assert ["make", "bench"] in commands("make")
+    assert ["make", "test"] in commands("make")
+    done = subprocess.run(["make", "-n", target], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_every_file_that_the_readme_points_to_is_there() -> None:
+    for target in re.findall(r"\]\(([^)#]+)\)", TEXT):
+        assert target.startswith("http") or (ROOT / target).exists(), target
