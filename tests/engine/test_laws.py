@@ -23,11 +23,13 @@ class EngineMachine(RuleBasedStateMachine):
         batch_size=st.integers(1, 5),
         group_size=st.integers(1, 3),
         max_age=st.integers(0, 3),
-        delta_share=st.floats(0, 1),
+        delta_share=st.one_of(st.just(1.0), st.floats(0, 1)),
         chunk_tokens=st.sampled_from([1, 3, 16]),
         schedule=st.sampled_from(["oppo", "oppo", "oppo", "sequential"]),
         score_at=st.sampled_from(["batch", "sample"]),
         seed=st.integers(0, 2**16),
+        slow_share=st.sampled_from([0.05, 0.3, 0.6]),
+        are_first_slow=st.booleans(),
         reject_one_in=st.sampled_from([0, 3, 6]),
         non_finite=st.frozensets(st.integers(0, NUM_STEPS), max_size=2),
     )
@@ -41,13 +43,16 @@ class EngineMachine(RuleBasedStateMachine):
         schedule,
         score_at,
         seed,
+        slow_share,
+        are_first_slow,
         reject_one_in,
         non_finite,
     ):
         delta = 0 if schedule == "sequential" else round(delta_share * batch_size * max_age)
         self.batch_size, self.group_size, self.max_age = batch_size, group_size, max_age
-        self.limit = 20
-        self.seed, self.reject_one_in = seed, reject_one_in
+        self.limit = 60
+        self.num_slow_first = delta if are_first_slow else 0
+        self.seed, self.slow_share, self.reject_one_in = seed, slow_share, reject_one_in
         self.non_finite = non_finite
         self.num_update_calls = 0
         self.overlap = OverlapConfig(
@@ -60,9 +65,11 @@ class EngineMachine(RuleBasedStateMachine):
         self.report = None
 
     def length_of(self, draw_id: int, sample_index: int) -> int:
-        """Heavy-tailed, 0 to 40 with a limit of 20: empty, ordinary and cut responses."""
+        """0 to 80 with a limit of 60: empty, short, slow and cut responses; by option the first Δ draws are slow."""
         share = stable_hash(self.seed, draw_id, sample_index) % 1000 / 1000
-        return int(40 * share**4)
+        if draw_id < self.num_slow_first:
+            return 40 + int(40 * share)
+        return 30 + int(50 * share) if share < self.slow_share else int(6 * share)
 
     def score_of(self, rollout):
         if self.reject_one_in:
@@ -97,6 +104,7 @@ class EngineMachine(RuleBasedStateMachine):
         assert draws == sorted(draws)
         assert len(draws) == self.batch_size, "every batch has B groups"
         assert self.batch.num_rows == self.batch_size * self.group_size, "groups are whole"
+        self.check_order()
         for group in self.batch.groups:
             assert group.age(self.engine.version) <= self.max_age, "the age cap holds"
             for rollout in group.rollouts:
@@ -105,6 +113,22 @@ class EngineMachine(RuleBasedStateMachine):
                 assert rollout.token_ids == [stable_hash(*rollout.key, p) % 100 for p in range(expected)]
                 assert len(rollout.versions) == len(rollout.behaviour_logprobs) == expected
                 assert rollout.versions == sorted(rollout.versions)
+
+    def check_order(self):
+        """Where the age cap forces nobody, the chosen are the first B: queued before, end tick, draw id."""
+        held, version, step = self.engine._buffer.groups, self.engine.version, self.engine.num_steps_done
+        slacks = [self.max_age - group.age(version) for group in held]
+        if any(sum(slack <= k for slack in slacks) > self.batch_size * k for k in range(self.max_age + 1)):
+            return
+        ended = sorted(
+            (group for group in held if group.is_ended),
+            key=lambda group: (
+                group.ended_step == step,
+                max(rollout.end_tick for rollout in group.rollouts),
+                group.draw_id,
+            ),
+        )
+        assert {g.draw_id for g in self.batch.groups} == {g.draw_id for g in ended[: self.batch_size]}
 
     @precondition(lambda self: self.batch is not None)
     @rule()
@@ -138,9 +162,10 @@ class EngineMachine(RuleBasedStateMachine):
         file.seek(0)
         state = torch.load(file, weights_only=True)
         remaining = frozenset(index - self.num_update_calls for index in self.non_finite)
-        self.engine = self.make_engine(remaining)
+        before, self.engine = self.engine, self.make_engine(remaining)
         self.engine.load_state_dict(state)
         assert self.engine.state_dict() == state
+        assert self.engine._buffer.groups == before._buffer.groups
         self.batch = None
 
     @invariant()
