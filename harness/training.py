@@ -104,7 +104,8 @@ def step_metrics(report: StepReport) -> dict[str, float]:
     if lengths:
         ours["oppo/response_length_mean"] = sum(lengths) / len(lengths)
         ours["oppo/response_length_max"] = float(max(lengths))
-    return report.metrics | ours
+    episodes_per_s = report.responses_trained / report.step_s if report.step_s else 0.0
+    return report.metrics | {"eps": episodes_per_s} | ours
 
 
 def _claim_folder(folder: Path, train: TrainConfig, is_resumed: bool) -> None:

@@ -77,6 +77,13 @@ class LearnerConfig(_Frozen):
         default=8192, ge=1, description="padded tokens per forward pass; what memory allows"
     )
 
+    @property
+    def scheduler_name(self) -> str:
+        """The name under which transformers keeps this schedule; its ``constant`` would pass over a warm-up."""
+        if self.lr_scheduler_type == "constant" and self.warmup_steps:
+            return "constant_with_warmup"
+        return self.lr_scheduler_type
+
 
 class LoraSettings(_Frozen):
     """Low-rank adapters on the policy, by PEFT."""

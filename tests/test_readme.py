@@ -92,7 +92,9 @@ def test_the_train_commands_run_and_resume(tmp_path, monkeypatch, capsys) -> Non
     monkeypatch.chdir(tmp_path)
     [reward] = [block for block in blocks("python") if "def exact" in block]
     Path("my_rewards.py").write_text(reward)
-    Path("problems.jsonl").write_text('{"question": "1+1=", "answer": "2"}\n{"question": "2+3=", "answer": "5"}\n')
+    Path("problems.jsonl").write_text(
+        '{"question": "1+1=", "answer": "2"}\n{"question": "2+3=", "answer": "5"}\n'
+    )
     lines = commands("oppo-kit train")
     assert len(lines) == 3
     for line in lines:

@@ -13,7 +13,7 @@ What makes the comparison fair, and TRL as fast as its users can have it:
 - No other sampling setting leaks in: the model folder's top-p or repetition penalty are dropped.
 - KV cache on, no gradient checkpointing, no autocast (the weights have the configured dtype already).
 - One generation batch and one scoring batch of all B rows; one micro-batch per mini-batch: the fewest calls.
-- Fused AdamW over all weights in one parameter group, as our learner has them; HF's trainer would leave norms
+- Fused AdamW over all weights in one parameter group, as in our learner; HF's trainer would leave norms
   and biases out of weight decay. The learning-rate schedule is the same function on both sides.
 - Nothing logged to a tracker, saved, or sampled for display.
 - TRL collects garbage twice a step, which took 0.5 s a call with its libraries loaded, whatever the model's
@@ -213,7 +213,7 @@ def _arguments(module: Any, spec: RunSpec, algorithm: PPOConfig, folder: str, *,
         num_ppo_epochs=algorithm.num_epochs,
         num_mini_batches=algorithm.num_mini_batches,
         **algorithm.model_dump(exclude={"num_epochs", "num_mini_batches"}),
-        lr_scheduler_type=train.learner.lr_scheduler_type,
+        lr_scheduler_type=train.learner.scheduler_name,
         warmup_steps=train.learner.warmup_steps,
         # The fastest layout of it
         per_device_train_batch_size=train.batch_size // algorithm.num_mini_batches,

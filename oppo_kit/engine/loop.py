@@ -86,7 +86,7 @@ class OverlapEngine:
         self.version = 0
         self.generator = generator
         self.learner = learner
-        self._prompts = prompts
+        self.prompts = prompts
         self._schedule = create_schedule(overlap)
         self._buffer = OvercommitBuffer()
         self.scorers = {name: scorers[name] for name in sorted(algorithm.scorers)}
@@ -239,7 +239,7 @@ class OverlapEngine:
             return
         admitted: list[Rollout] = []
         for _ in range(num_groups):
-            prompt = self._prompts.draw(self._buffer.num_drawn)
+            prompt = self.prompts.draw(self._buffer.num_drawn)
             keys = [RolloutKey(prompt.draw_id, index) for index in range(self.algorithm.group_size)]
             rollouts = [Rollout(key=key, prompt=prompt) for key in keys]
             self._buffer.add(Group(prompt=prompt, rollouts=rollouts, admitted_step=self.num_steps_done))

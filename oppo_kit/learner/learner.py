@@ -74,7 +74,7 @@ class AccelerateLearner:
         self._module, self._optimizer = self.accelerator.prepare(module, optimizer)
         # Never prepared: accelerate would advance it once per optimizer step, and skip when accumulating.
         self._scheduler = get_scheduler(
-            config.lr_scheduler_type,
+            config.scheduler_name,
             self._optimizer,
             num_warmup_steps=config.warmup_steps,
             num_training_steps=num_steps,

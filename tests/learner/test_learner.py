@@ -108,6 +108,15 @@ def test_the_learning_rate_decays_once_an_engine_step_whatever_the_mini_batches(
     assert rates == pytest.approx([1e-2, 7.5e-3, 5e-3, 2.5e-3])
 
 
+def test_a_warm_up_is_kept_also_before_a_constant_rate() -> None:
+    learner = make_learner(lr_scheduler_type="constant", warmup_steps=2)
+    rates = []
+    for _ in range(4):
+        batch, algorithm = prepared(learner)
+        rates.append(learner.update(batch, algorithm)["lr"])
+    assert rates == pytest.approx([0.0, 5e-3, 1e-2, 1e-2])
+
+
 def test_the_gradient_is_clipped_to_the_norm_asked_for() -> None:
     learner = make_learner(max_grad_norm=1e-12, weight_decay=0.0, adam_epsilon=1.0)
     before = [p.clone() for p in learner.policy.parameters()]

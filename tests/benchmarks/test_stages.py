@@ -1,0 +1,61 @@
+"""Timings of single stages on the embedded models; `make benchmark` runs them, no test asserts a duration."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from harness.runners.oppo import make_engine
+from harness.settings import load_train_config
+from harness.workloads.loading import load_workload
+from oppo_kit.backends.hf_generator import HFGenerator
+from oppo_kit.config import OverlapConfig
+from oppo_kit.ops.noise import gumbel_noise, stream_key
+from oppo_kit.types import Rollout, RolloutKey
+
+pytestmark = pytest.mark.benchmark_only
+
+
+@pytest.fixture(scope="module")
+def engine():
+    torch.set_num_threads(1)
+    train = load_train_config(overrides=["num_steps=1", "overlap.delta=0"])
+    train = train.model_copy(update={"overlap": OverlapConfig(schedule="sequential")})
+    with make_engine(train, load_workload(train, num_eval_problems=0)) as engine:
+        yield engine
+
+
+@pytest.mark.parametrize("num_rows", [1, 8, 32, 48])
+def test_decode_16_ticks(benchmark, engine, num_rows: int) -> None:
+    def setup():
+        generator = HFGenerator(engine.learner.policy, temperature=1.0, stop_token_ids=(), seed=0)
+        prompts = [engine.prompts.draw(draw) for draw in range(num_rows)]
+        generator.admit([Rollout(RolloutKey(prompt.draw_id, 0), prompt) for prompt in prompts])
+        generator.decode(16)
+        return (generator,), {}
+
+    benchmark.pedantic(lambda generator: generator.decode(16), setup=setup, rounds=10)
+
+
+def test_score_one_batch(benchmark, engine) -> None:
+    batch = engine.collect()
+    rollouts = [rollout for group in batch.groups for rollout in group.rollouts]
+    benchmark(lambda: [handle.submit(rollouts).result() for handle in engine.scorers.values()])
+
+
+def test_critic_values_of_one_batch(benchmark, engine) -> None:
+    batch = engine.collect()
+    benchmark(lambda: engine.learner.compute_values(batch))
+
+
+def test_update_on_one_batch(benchmark, engine) -> None:
+    train_batch = engine.algorithm.prepare(engine.collect())
+    benchmark.pedantic(
+        lambda: engine.learner.update(train_batch, engine.algorithm), rounds=5, warmup_rounds=1
+    )
+
+
+@pytest.mark.parametrize("vocab_size", [18, 50_000])
+def test_noise_for_16_rows(benchmark, vocab_size: int) -> None:
+    keys = [stream_key(0, draw, 0) for draw in range(16)]
+    benchmark(lambda: gumbel_noise(keys, [5] * 16, vocab_size))

@@ -1,0 +1,152 @@
+"""The plan of a benchmark: threads, order of runs, bound. The runs themselves are tested through the command."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from results_factory import make_ladder
+from rich.console import Console
+from rich.progress import Progress
+
+from harness import bench
+from harness.measurement.bound import StageCosts, best_of, bound_of
+from harness.schema import load_result
+from harness.settings import load_train_config
+from oppo_kit.errors import ConfigError, PartFailedError, UnknownNameError
+
+
+def make_plan(folder: Path, **changes) -> bench.BenchPlan:
+    values = {
+        "name": "plan",
+        "train": load_train_config(overrides=["num_steps=4", "batch_size=4"]),
+        "runners": ["sequential", "overcommit"],
+        "num_pairs": 3,
+        "eval_every": 4,
+        "num_eval_problems": 8,
+        "num_warmup_steps": 1,
+        "is_quick": True,
+        "folder": folder,
+        "num_threads": 1,
+        "command": "oppo-kit bench",
+    }
+    return bench.BenchPlan(**values | changes)
+
+
+@pytest.fixture
+def recorded(monkeypatch):
+    """Replaces the child processes: what was run, in order, with finished runs of the factory."""
+    template = make_ladder().runners["overcommit"].runs[0]
+    order: list[tuple[str, int, int, int]] = []
+
+    def run_in_process(spec, folder, result_class, *, module="", on_progress=None):
+        order.append((spec.runner, spec.seed, spec.num_threads, spec.train.num_steps))
+        if result_class is StageCosts:
+            return StageCosts(decode_s_per_token=1e-4, score_s_per_token=1e-5, train_s_per_token=1e-4)
+        slow = 2.0 if spec.num_threads == 2 and spec.runner == "sequential" else 1.0
+        steps = [
+            step.model_copy(update={"step_s": slow * step.step_s})
+            for step in template.steps[: spec.train.num_steps]
+        ]
+        return template.model_copy(
+            update={"seed": spec.seed, "pair": spec.pair, "num_threads": spec.num_threads, "steps": steps}
+        )
+
+    monkeypatch.setattr(bench, "run_in_process", run_in_process)
+    monkeypatch.setattr(bench, "write_report", lambda result, folder: folder)
+    return order
+
+
+def test_runners_take_turns_with_one_seed_a_pair(tmp_path, recorded) -> None:
+    result = bench.run_bench(make_plan(tmp_path), Console(quiet=True))
+    runs = [(name, seed) for name, seed, _, _ in recorded[:6]]
+    assert runs == [
+        ("sequential", 0),
+        ("overcommit", 0),
+        ("overcommit", 1),
+        ("sequential", 1),
+        ("sequential", 2),
+        ("overcommit", 2),
+    ]
+    assert len(result.ratios["sequential/overcommit"].pairs) == 3
+    assert load_result(tmp_path).model_dump() == result.model_dump()
+
+
+def test_each_runner_gets_its_fastest_thread_count_and_the_samples_are_kept(
+    tmp_path, recorded, monkeypatch
+) -> None:
+    monkeypatch.setattr(bench, "num_usable_cores", lambda: 2)
+    result = bench.run_bench(make_plan(tmp_path, num_threads=None, num_pairs=1), Console(quiet=True))
+    assert recorded[:4] == [
+        ("sequential", 0, 1, 3),
+        ("sequential", 0, 2, 3),
+        ("overcommit", 0, 1, 3),
+        ("overcommit", 0, 2, 3),
+    ]
+    assert result.runners["sequential"].runs[0].num_threads == 1
+    assert {name: len(s) for name, s in result.runners["sequential"].calibration_step_s.items()} == {
+        "1": 2,
+        "2": 2,
+    }
+
+
+def test_what_was_measured_before_a_failure_is_kept(tmp_path, recorded, monkeypatch) -> None:
+    working = bench.run_in_process
+
+    def fail_late(spec, *arguments, **options):
+        if spec.seed == 1:
+            raise PartFailedError("out of memory")
+        return working(spec, *arguments, **options)
+
+    monkeypatch.setattr(bench, "run_in_process", fail_late)
+    with pytest.raises(PartFailedError, match="out of memory"):
+        bench.run_bench(make_plan(tmp_path), Console(quiet=True))
+    kept = load_result(tmp_path)
+    assert {name: len(runner.runs) for name, runner in kept.runners.items()} == {
+        "sequential": 1,
+        "overcommit": 1,
+    }
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        (
+            {"runners": ["overcomit"]},
+            UnknownNameError,
+            "unknown runner 'overcomit'; did you mean 'overcommit'",
+        ),
+        ({"runners": []}, ConfigError, "no runner was named; choose from trl, sequential, overcommit"),
+        ({"num_warmup_steps": 4}, ConfigError, "num_steps=4 leaves nothing to measure after 4 warm-up steps"),
+    ],
+)
+def test_a_plan_that_cannot_work_is_refused_before_anything_runs(
+    tmp_path, recorded, changes, error, message
+) -> None:
+    with pytest.raises(error, match=message):
+        bench.run_bench(make_plan(tmp_path, **changes), Console(quiet=True))
+    assert recorded == []
+
+
+def test_a_single_core_needs_no_calibration(monkeypatch, tmp_path) -> None:
+    monkeypatch.setattr(bench, "num_usable_cores", lambda: 1)
+    assert bench._calibrate(make_plan(tmp_path), "trl", Progress()) == {"1": []}
+    assert bench._fastest({"1": []}) == 1
+    assert bench._fastest({"1": [2.0, 9.0, 2.1], "2": [3.0, 3.0, 3.0]}) == 1
+
+
+def test_the_bound_is_tokens_times_the_best_cost() -> None:
+    """By hand: the factory's median step, with costs of 1, 2 and 4 ms a token."""
+    costs = best_of(
+        [
+            StageCosts(decode_s_per_token=0.001, score_s_per_token=0.009, train_s_per_token=0.004),
+            StageCosts(decode_s_per_token=0.005, score_s_per_token=0.002, train_s_per_token=0.009),
+        ]
+    )
+    runner = make_ladder().runners["sequential"].model_copy(deep=True)
+    for run in runner.runs:
+        for step in run.steps:
+            step.tokens_decoded, step.tokens_trained, step.step_s = 100, 50, 0.8
+    bound = bound_of(costs, {"sequential": runner}, num_warmup_steps=1)
+    assert bound.step_s["sequential"] == pytest.approx(100 * 0.001 + 50 * (0.002 + 0.004))
+    assert bound.share_reached["sequential"] == pytest.approx(0.4 / 0.8)
