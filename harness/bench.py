@@ -20,6 +20,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from harness.environment import describe_environment, num_usable_cores
+from harness.folders import make_folder, write_atomically
 from harness.measurement.bound import StageCosts, best_of, bound_of
 from harness.processes import run_in_process
 from harness.report import write_report
@@ -67,7 +68,7 @@ def run_bench(plan: BenchPlan, console: Console) -> Result:
     _check_plan(plan)
     environment = describe_environment()
     workload = _describe_workload(plan)
-    plan.folder.mkdir(parents=True, exist_ok=True)
+    make_folder(plan.folder)
     runners: dict[str, Runner] = {}
     with _progress(console) as progress:
         for name in plan.runners:
@@ -110,13 +111,12 @@ def _describe_workload(plan: BenchPlan) -> Workload:
     train = plan.train
     loaded = load_workload(train, num_eval_problems=plan.num_eval_problems)
     held_out = json.dumps([list(prompt.token_ids) for prompt in loaded.eval_prompts])
-    functions = ", ".join(f"{f.__module__}:{f.__name__}" for f in loaded.reward_functions)
     needs_critic = load_algorithm_class(train.algo).needs_critic
     return Workload(
         task=train.task if train.dataset is None else train.dataset,
         algorithm=train.algo,
         model=train.model,
-        reward=functions or train.reward or str(loaded.task.default_reward),
+        reward=train.reward or str(loaded.task.default_reward),
         critic=(train.critic or "from the reward model" if loaded.reward_path else "from the policy")
         if needs_critic
         else None,
@@ -225,10 +225,7 @@ def _result(
 
 
 def _save(result: Result, folder: Path) -> None:
-    """Atomically: a reader never meets half a file."""
-    temporary = folder / "result.json.tmp"
-    temporary.write_text(result.model_dump_json(indent=1))
-    temporary.replace(folder / "result.json")
+    write_atomically(folder / "result.json", result.model_dump_json(indent=1))
 
 
 def _progress(console: Console) -> Progress:

@@ -131,14 +131,17 @@ def train(
 ) -> None:
     """Train a model and save it in Hugging Face format."""
     from harness.settings import load_train_config
-    from harness.training import CONFIG_NAME, run_training
+    from harness.training import run_training
+    from oppo_kit.checkpoint import CHECKPOINT_NAME
 
     options = _options(algo, model, task, dataset, prompt_column, reward, actor_lora, batch_size, steps, seed)
     settings = load_train_config(config, options=options, overrides=sets or [])
     if resume and out is None:
         raise ConfigError("--resume needs --out, the folder of the run to go on with")
     folder = (
-        out if resume and out else _new_folder(out, f"train-{settings.algo}-{settings.model}", CONFIG_NAME)
+        out
+        if resume and out
+        else _new_folder(out, f"train-{settings.algo}-{settings.model}", CHECKPOINT_NAME)
     )
     console = Console()
     model_folder = run_training(
@@ -214,6 +217,8 @@ def _new_folder(out: Path | None, stem: str, marker: str) -> Path:
     if out is None:
         name = "".join(character if character.isalnum() or character in "-._" else "-" for character in stem)
         return Path("runs") / f"{name}-{datetime.now():%Y%m%d-%H%M%S}"
+    if out.exists() and not out.is_dir():
+        raise ConfigError(f"--out {out} is a file; pass a folder")
     if (out / marker).exists():
-        raise ConfigError(f"{out} holds {marker} already; pass another --out, or remove it")
+        raise ConfigError(f"{out} holds {marker} already; pass another --out, or (train) --resume")
     return out

@@ -1,6 +1,7 @@
 """Runs one specification in a process of its own and brings back what it measured.
 
-Waits for: the child's lines and its end. Unblocked by: the child, also when it dies; an interrupt ends the child.
+Waits for: the child's lines and its end. Unblocked by: the child, also when it dies. An interrupt kills the child, and
+a parent that dies takes it along: see ``harness.runners.link``.
 """
 
 from __future__ import annotations
@@ -13,9 +14,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
-from pydantic import BaseModel
+from pydantic import BaseModel, ValidationError
 
 from harness.runners.base import RunSpec
+from harness.runners.link import PARENT_VARIABLE
 from oppo_kit.errors import OppoError, PartFailedError
 
 _NUM_LOG_LINES = 12
@@ -49,24 +51,36 @@ def run_in_process(
     command = [sys.executable, "-m", module, str(spec_file), str(result_file)]
     with log_file.open("w") as log:
         child = subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=log, text=True, env=_child_environment(spec.num_threads)
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=log,
+            text=True,
+            env=_child_environment(spec.num_threads),
         )
-        try:
-            assert child.stdout is not None
-            for line in child.stdout:
-                if line.startswith('{"progress"'):
-                    if on_progress is not None:
-                        on_progress(json.loads(line)["progress"])
-                else:
-                    log.write(line)
-            code = child.wait()
-        finally:
-            if child.poll() is None:
-                child.kill()
-                child.wait()
-    if code != 0 or not result_file.exists():
-        raise _failure(spec, code, log_file)
-    return result_class.model_validate_json(result_file.read_text())
+        with child:
+            try:
+                _follow(child, on_progress)
+            finally:
+                if child.poll() is None:
+                    child.kill()
+    if child.returncode != 0 or not result_file.exists():
+        raise _failure(spec, child.returncode, log_file)
+    try:
+        return result_class.model_validate_json(result_file.read_text())
+    except ValidationError as error:
+        raise PartFailedError(
+            f"runner {spec.runner!r}, seed {spec.seed}, wrote an unusable result: {error}"
+        ) from error
+
+
+def _follow(child: subprocess.Popen[str], on_progress: Callable[[dict], None] | None) -> None:
+    """Hand on the child's progress lines until it ends."""
+    assert child.stdout is not None
+    for line in child.stdout:
+        if on_progress is not None:
+            on_progress(json.loads(line))
+    child.wait()
 
 
 def _child_environment(num_threads: int) -> dict[str, str]:
@@ -76,6 +90,7 @@ def _child_environment(num_threads: int) -> dict[str, str]:
         "HF_HUB_DISABLE_TELEMETRY": "1",
         "TRL_EXPERIMENTAL_SILENCE": "1",
         "PYTHONUNBUFFERED": "1",
+        PARENT_VARIABLE: "1",
     }
 
 

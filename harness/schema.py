@@ -5,6 +5,7 @@ Knows nothing of how anything was measured. ``None`` means absent, with its reas
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Literal
 
@@ -16,7 +17,7 @@ SCHEMA_VERSION = 1
 
 
 class _Strict(BaseModel):
-    model_config = ConfigDict(extra="forbid")
+    model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
 
 
 class Environment(_Strict):
@@ -85,7 +86,9 @@ class Step(_Strict):
     queued: int
     rejected: dict[str, int] = Field(default_factory=dict)
     trained_lengths: list[int] = Field(description="response lengths, one per trained response")
-    metrics: dict[str, float] = Field(default_factory=dict)
+    metrics: dict[str, float | None] = Field(
+        default_factory=dict, description="the algorithm's numbers; None where one was not finite"
+    )
 
 
 class Evaluation(_Strict):
@@ -199,11 +202,13 @@ def load_result(path: Path) -> Result:
     """
     file = path / "result.json" if path.is_dir() else path
     try:
-        text = file.read_text()
-    except OSError as error:
+        text = file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is no UTF-8 text"
         raise StateError(
-            f"cannot read results from {file}: {error.strerror}; pass a run folder or result.json"
+            f"cannot read results from {file}: {reason}; pass a run folder or result.json"
         ) from error
+    _check_version(text, file)
     try:
         return Result.model_validate_json(text)
     except ValidationError as error:
@@ -213,3 +218,17 @@ def load_result(path: Path) -> Result:
             f"{file} does not fit schema version {SCHEMA_VERSION}: {where}: {first['msg']}; "
             "re-run the benchmark, or read it with the release that wrote it"
         ) from error
+
+
+def _check_version(text: str, file: Path) -> None:
+    """Refuse another schema before its fields are looked at; text that is no JSON is the validation's to report."""
+    try:
+        values = json.loads(text)
+    except ValueError:
+        return
+    found = values.get("schema_version") if isinstance(values, dict) else None
+    if found != SCHEMA_VERSION:
+        raise StateError(
+            f"{file} has schema_version {found!r}, this release reads {SCHEMA_VERSION}; "
+            "read it with the release that wrote it, or run the benchmark again"
+        )

@@ -38,28 +38,28 @@ def load_train_config(
     task = get_task(str(own.get("task", TrainConfig.model_fields["task"].default)))
     algo = str(own.get("algo", TrainConfig.model_fields["algo"].default))
     values = _merge(task.default_overrides, task.algorithm_overrides.get(algo, {}))
-    values = _with_default_delta(_merge(values, own))
-    train = parse_config(TrainConfig, values, source=str(config_file or "settings"))
+    train = _with_default_delta(_merge(values, own), source=str(config_file or "settings"))
     create_algorithm(train.algo, train.algo_config)
     return train
 
 
-def _with_default_delta(values: dict[str, Any]) -> dict[str, Any]:
-    """Δ = B / 2 where nobody said anything: a mean age of half a step."""
-    overlap = values.get("overlap", {})
-    batch_size = values.get("batch_size", TrainConfig.model_fields["batch_size"].default)
-    if not isinstance(overlap, Mapping) or not isinstance(batch_size, int):
-        return values
-    if "delta" in overlap or overlap.get("schedule") == "sequential":
-        return values
-    return values | {"overlap": {**overlap, "delta": batch_size // 2}}
+def _with_default_delta(values: dict[str, Any], *, source: str) -> TrainConfig:
+    """Δ = B / 2 where nobody said anything: a mean age of half a step; less where the age cap allows less."""
+    train = parse_config(TrainConfig, values, source=source)
+    overlap = train.overlap
+    if overlap.schedule == "sequential" or "delta" in overlap.model_fields_set:
+        return train
+    delta = min(train.batch_size // 2, train.batch_size * overlap.max_age)
+    return train.model_copy(update={"overlap": overlap.model_copy(update={"delta": delta})})
 
 
 def _read_yaml(path: Path) -> dict[str, Any]:
     try:
-        values = yaml.safe_load(path.read_text())
+        values = yaml.safe_load(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}; pass a YAML file") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path} is no UTF-8 text; save it as UTF-8") from error
     except yaml.YAMLError as error:
         raise ConfigError(f"{path} is not valid YAML: {error}") from error
     if values is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -15,9 +16,10 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from transformers import set_seed
 
 from harness.environment import quieten_transformers
+from harness.folders import locked, write_atomically
 from harness.runners.oppo import make_engine
 from harness.workloads.loading import load_workload
-from oppo_kit.checkpoint import load_checkpoint, save_checkpoint
+from oppo_kit.checkpoint import CHECKPOINT_NAME, load_checkpoint, save_checkpoint
 from oppo_kit.config import TrainConfig
 from oppo_kit.engine.loop import OverlapEngine
 from oppo_kit.errors import StateError
@@ -50,15 +52,18 @@ def run_training(
     Raises:
         StateError: the folder holds another run, or nothing to resume.
     """
-    _claim_folder(folder, train, is_resumed)
+    _check_folder(folder, train, is_resumed)
     quieten_transformers()
     set_seed(train.seed)
     accelerator = Accelerator(project_dir=str(folder))
     workload = load_workload(train, num_eval_problems=0)
-    with make_engine(train, workload, accelerator=accelerator) as engine:
+    with make_engine(train, workload, accelerator=accelerator) as engine, locked(folder):
         if is_resumed:
             load_checkpoint(folder, engine)
         trackers = open_trackers(accelerator, report_to, "oppo_kit", train.model_dump(mode="json"))
+        # Written last: a start that failed must not occupy the folder.
+        write_atomically(folder / CONFIG_NAME, yaml.safe_dump(train.model_dump(mode="json"), sort_keys=False))
+        _drop_later_steps(folder / LOG_NAME, engine.num_steps_done)
         try:
             _train(engine, folder, console, trackers, save_every)
         finally:
@@ -82,7 +87,8 @@ def _train(
         for report in engine.run():
             metrics = step_metrics(report)
             trackers.log(report.step, metrics)
-            log.write(json.dumps({"step": report.step, **metrics}) + "\n")
+            finite = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
+            log.write(json.dumps({"step": report.step, **finite}) + "\n")
             log.flush()
             reward = "" if report.reward_mean is None else f", reward {report.reward_mean:.3f}"
             progress.update(bar, advance=1, note=f"{report.step_s:.2f} s/step{reward}")
@@ -108,21 +114,63 @@ def step_metrics(report: StepReport) -> dict[str, float]:
     return report.metrics | {"eps": episodes_per_s} | ours
 
 
-def _claim_folder(folder: Path, train: TrainConfig, is_resumed: bool) -> None:
-    """Refuse to mix two runs in one folder; write down what is run."""
-    config_file = folder / CONFIG_NAME
-    settings = train.model_dump(mode="json")
-    if config_file.exists():
-        if not is_resumed:
-            raise StateError(f"{folder} holds a run already; pass --resume to go on, or another --out")
-        saved = yaml.safe_load(config_file.read_text())
-        different = sorted(key for key in settings | saved if settings.get(key) != saved.get(key))
-        if different:
-            details = "; ".join(
-                f"{key}: saved {saved.get(key)!r}, now {settings.get(key)!r}" for key in different
-            )
-            raise StateError(
-                f"the run in {folder} has another configuration ({details}); resume with the saved one"
-            )
-    folder.mkdir(parents=True, exist_ok=True)
-    config_file.write_text(yaml.safe_dump(settings, sort_keys=False))
+def _check_folder(folder: Path, train: TrainConfig, is_resumed: bool) -> None:
+    """Refuse to mix two runs in one folder. Nothing is written; a folder without a checkpoint holds no run yet."""
+    has_checkpoint = (folder / CHECKPOINT_NAME).exists()
+    if is_resumed and not has_checkpoint:
+        raise StateError(
+            f"there is no {CHECKPOINT_NAME} in {folder}: nothing was saved there yet; start without --resume, "
+            "and set --save-every to save more often than at the end"
+        )
+    if not has_checkpoint:
+        return
+    if not is_resumed:
+        raise StateError(f"{folder} holds a run already; pass --resume to go on, or another --out")
+    saved = _read_config(folder / CONFIG_NAME)
+    settings = _flat(train.model_dump(mode="json"))
+    different = sorted(key for key in settings | saved if settings.get(key) != saved.get(key))
+    if different:
+        details = "; ".join(
+            f"{key}: saved {saved.get(key)!r}, now {settings.get(key)!r}" for key in different
+        )
+        raise StateError(
+            f"the run in {folder} has another configuration ({details}); resume with the saved one"
+        )
+
+
+def _read_config(file: Path) -> dict[str, Any]:
+    try:
+        saved = yaml.safe_load(file.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise StateError(
+            f"cannot read {file}: {error}; restore it, or start anew in another --out"
+        ) from error
+    if not isinstance(saved, dict):
+        raise StateError(f"{file} holds no configuration; restore it, or start anew in another --out")
+    return _flat(saved)
+
+
+def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested settings by dotted key, so that a difference names its leaf."""
+    flat: dict[str, Any] = {}
+    for key, value in values.items():
+        if isinstance(value, Mapping) and value:
+            flat |= _flat(value, f"{prefix}{key}.")
+        else:
+            flat[f"{prefix}{key}"] = value
+    return flat
+
+
+def _drop_later_steps(log_file: Path, num_steps_done: int) -> None:
+    """Steps after the checkpoint are done again, so their lines go; a half line of a kill goes too."""
+    if not log_file.exists():
+        return
+    kept = []
+    for line in log_file.read_text(encoding="utf-8").splitlines():
+        try:
+            step = json.loads(line)["step"]
+        except (ValueError, LookupError, TypeError):
+            continue
+        if step < num_steps_done:
+            kept.append(line + "\n")
+    write_atomically(log_file, "".join(kept))

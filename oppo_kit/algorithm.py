@@ -26,7 +26,7 @@ from oppo_kit.types import (
 class AlgorithmConfig(BaseModel):
     """Settings that every algorithm has; frozen, unknown keys refused."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     num_epochs: int = Field(default=1, ge=1, description="passes over a batch; 1 to 4")
     num_mini_batches: int = Field(default=1, ge=1, description="optimizer steps per pass; 1 to 8, at most B")

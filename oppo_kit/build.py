@@ -11,10 +11,10 @@ from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from oppo_kit.algorithm import AlgorithmBase
-from oppo_kit.backends.forward import causal_model
+from oppo_kit.backends.forward import causal_model, check_one_score
 from oppo_kit.backends.hf_generator import HFGenerator
 from oppo_kit.backends.hf_scorer import HFReferenceScorer, HFRewardScorer
-from oppo_kit.backends.loading import stop_token_ids
+from oppo_kit.backends.loading import check_vocab_sizes, stop_token_ids
 from oppo_kit.config import LoraSettings, TrainConfig
 from oppo_kit.engine.loop import OverlapEngine
 from oppo_kit.learner.learner import AccelerateLearner
@@ -55,13 +55,19 @@ def build_engine(
         ModelError: a model that cannot be served.
     """
     algorithm = algorithm or create_algorithm(config.algo, config.algo_config)
+    critic = critic if algorithm.needs_critic else None
+    check_vocab_sizes(
+        causal_model(policy), reward if isinstance(reward, nn.Module) else None, critic, tokenizer
+    )
+    if critic is not None:
+        check_one_score(critic, "critic")
     temperature = config.sampling.temperature
     reference = _frozen_reference(config, policy)
     if config.actor_lora is not None:
         policy = add_adapter(policy, config.actor_lora)
     learner = AccelerateLearner(
         policy,
-        critic if algorithm.needs_critic else None,
+        critic,
         config=config.learner,
         temperature=temperature,
         num_steps=config.num_steps,

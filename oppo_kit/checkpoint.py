@@ -44,10 +44,11 @@ def load_checkpoint(folder: Path, engine: OverlapEngine) -> None:
         )
     try:
         state = torch.load(file, map_location="cpu", weights_only=True)
-    except (RuntimeError, EOFError, pickle.UnpicklingError) as error:
+        learner_state, engine_state = state["learner"], state["engine"]
+    except (RuntimeError, EOFError, LookupError, TypeError, ValueError, pickle.UnpicklingError) as error:
         raise StateError(f"{file} is damaged: {error}; restore a copy or start anew") from error
     try:
-        engine.learner.load_state_dict(state["learner"])
-    except (RuntimeError, ValueError, KeyError) as error:
+        engine.learner.load_state_dict(learner_state)
+    except (RuntimeError, ValueError, LookupError, TypeError) as error:
         raise StateError(f"{file} does not fit this configuration's models or optimizer: {error}") from error
-    engine.load_state_dict(state["engine"])
+    engine.load_state_dict(engine_state)

@@ -15,7 +15,7 @@ from oppo_kit.errors import ConfigError, did_you_mean
 
 
 class _Frozen(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
 
 class OverlapConfig(_Frozen):
@@ -48,7 +48,7 @@ class SamplingConfig(_Frozen):
     """How responses are sampled."""
 
     temperature: float = Field(
-        default=0.7, gt=0, description="policy, reference and KL all use it; 0.6 to 1.2"
+        default=0.7, ge=0.01, description="policy, reference and KL all use it; 0.6 to 1.2"
     )
     response_length: int = Field(
         default=53, ge=1, description="token limit of a response, over all steps it takes"
@@ -122,7 +122,7 @@ class TrainConfig(_Frozen):
     long_prompts: Literal["refuse", "truncate", "drop"] = Field(
         default="refuse", description="what to do with longer ones; truncate keeps the end"
     )
-    seed: int = Field(default=0, ge=0, description="prompts, noise, initialisation, mini-batches")
+    seed: int = Field(default=0, ge=0, lt=2**31, description="prompts, noise, initialisation, mini-batches")
     sampling: SamplingConfig = Field(default_factory=SamplingConfig)
     overlap: OverlapConfig = Field(default_factory=OverlapConfig)
     learner: LearnerConfig = Field(default_factory=LearnerConfig)

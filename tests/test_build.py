@@ -11,7 +11,7 @@ from tiny_models import tiny_causal_lm, tiny_classifier, tiny_tokenizer
 from oppo_kit import OverlapConfig, PromptDataset, SamplingConfig, TrainConfig, build_engine
 from oppo_kit.backends.function_scorer import FunctionScorer
 from oppo_kit.checkpoint import CHECKPOINT_NAME, load_checkpoint, save_checkpoint
-from oppo_kit.errors import StateError
+from oppo_kit.errors import ModelError, StateError
 
 TOKENIZER = tiny_tokenizer()
 WORDS = ("ab", "cat 12", "the 3 dogs", "x", "hello world", "1+2=", "zebra")
@@ -143,6 +143,15 @@ def test_pad_equal_to_eos_changes_nothing() -> None:
     assert trajectory(one) == trajectory(other)
     for first, second in zip(parameters(one), parameters(other), strict=True):
         assert torch.equal(first, second)
+
+
+def test_models_that_do_not_fit_the_policy_are_refused() -> None:
+    with pytest.raises(ModelError, match="the reward model's vocab_size is 61, the policy's 62"):
+        make_engine(reward=tiny_classifier(vocab_size=61))
+    with pytest.raises(ModelError, match="the critic's vocab_size is 61, the policy's 62"):
+        make_engine(critic=tiny_classifier(vocab_size=61))
+    with pytest.raises(ModelError, match=r"the critic \(LlamaForSequenceClassification\) gives 2 scores"):
+        make_engine(critic=tiny_classifier(num_labels=2))
 
 
 def test_the_models_handed_over_as_reward_are_never_trained() -> None:

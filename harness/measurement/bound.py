@@ -14,6 +14,7 @@ from statistics import median
 from pydantic import BaseModel
 
 from harness.runners.base import RunSpec
+from harness.runners.link import connect_to_parent
 from harness.schema import Bound, Runner
 
 _NUM_REPETITIONS = 3
@@ -103,6 +104,7 @@ def measure_costs(spec: RunSpec) -> StageCosts:
 
 def main(spec_file: Path, result_file: Path) -> None:
     """Measure in this process, with the specification's thread count."""
+    connect_to_parent()
     import torch
     from transformers import set_seed
 

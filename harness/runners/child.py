@@ -13,10 +13,12 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from harness.runners.base import RunFunction, RunSpec
+from harness.runners.link import connect_to_parent
 
 
 def main(spec_file: Path, result_file: Path) -> None:
     """Carry out one run."""
+    progress = connect_to_parent()
     spec = RunSpec.model_validate_json(spec_file.read_text())
     os.environ["OMP_NUM_THREADS"] = str(spec.num_threads)
     # Rows of one batch differ in length all the time; tokenizers' own threads only disturb the count we set.
@@ -45,7 +47,7 @@ def main(spec_file: Path, result_file: Path) -> None:
 
     def on_step(step: Step) -> None:
         facts = {"step": step.step, "step_s": step.step_s, "reward_mean": step.reward_mean}
-        print(json.dumps({"progress": facts}), flush=True)
+        print(json.dumps(facts), file=progress, flush=True)
 
     with UtilisationSampler(clock=clock, interval_s=0.5) as sampler:
         steps, evaluations = run_function(spec.runner)(spec, workload, evaluator, on_step)

@@ -5,6 +5,7 @@ Both run the same backend, learner and algorithm; only the schedule differs.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from harness.runners.base import Evaluate, OnStep, RunSpec
@@ -56,7 +57,8 @@ def make_engine(train: TrainConfig, workload: Workload, **options: Any) -> Overl
 
 
 def to_step(report: StepReport) -> Step:
-    """A step report as it stands in the results file."""
+    """A step report as it stands in the results file, where a number that is not finite is None."""
+    metrics = {name: value if math.isfinite(value) else None for name, value in report.metrics.items()}
     return Step(
         step=report.step,
         step_s=report.step_s,
@@ -69,7 +71,7 @@ def to_step(report: StepReport) -> Step:
         tokens_trained=report.tokens_trained,
         responses_trained=report.responses_trained,
         reward_mean=report.reward_mean,
-        kl=report.metrics.get("objective/kl"),
+        kl=metrics.get("objective/kl"),
         delta=report.delta,
         chunk_tokens=report.chunk_tokens,
         age_mean=report.age_mean,
@@ -81,7 +83,7 @@ def to_step(report: StepReport) -> Step:
         queued=report.queued,
         rejected=report.rejected,
         trained_lengths=report.trained_lengths,
-        metrics=report.metrics,
+        metrics=metrics,
     )
 
 

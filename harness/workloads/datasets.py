@@ -28,8 +28,9 @@ def load_rows(source: str, *, prompt_column: str) -> list[dict[str, Any]]:
     if path.suffix in _SUFFIXES:
         rows = list(_jsonl_rows(path) if path.suffix == ".jsonl" else _parquet_rows(path))
     elif path.exists() or source.count("/") != 1 or path.suffix in (".json", ".csv", ".txt"):
+        hint = "; write it as JSONL, one object per line, in a .jsonl file" if path.suffix == ".json" else ""
         raise DataError(
-            f"dataset {source!r} is neither a .jsonl nor a .parquet file nor a hub id (owner/name)"
+            f"dataset {source!r} is neither a .jsonl nor a .parquet file nor a hub id (owner/name){hint}"
         )
     else:
         try:

@@ -17,10 +17,11 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from harness.models import offline_names, resolve_model
 from harness.workloads.base import Row, Task, get_task, is_held_out
 from harness.workloads.datasets import load_rows
-from oppo_kit.backends.function_scorer import load_reward_function
+from oppo_kit.backends.function_scorer import load_reward_function, name_of
 from oppo_kit.backends.loading import (
     ModelSettings,
     check_same_vocabulary,
+    check_vocab_sizes,
     load_causal_lm,
     load_sequence_classifier,
     load_settings,
@@ -82,7 +83,7 @@ class Workload:
             ConfigError: the reward is a function.
         """
         if self.reward_path is None:
-            names = ", ".join(function.__name__ for function in self.reward_functions)
+            names = ", ".join(map(name_of, self.reward_functions))
             raise ConfigError(
                 f"the reward is a function ({names}), not a model; set reward to a sequence classifier"
             )
@@ -131,8 +132,7 @@ def load_workload(train: TrainConfig, *, num_eval_problems: int) -> Workload:
 
     reward_path, functions = _reward(train, task)
     critic_path = _critic_path(train, reward_path, policy_path)
-    for path in {reward_path, critic_path} - {None, policy_path}:
-        check_same_vocabulary(tokenizer, load_tokenizer(str(path), offline_names=offline_names()))
+    _check_vocabularies(tokenizer, settings, policy_path, reward_path, critic_path)
     evaluation = prompts_of(eval_rows, shuffle=False) if eval_rows else None
     return Workload(
         task=task if train.dataset is None else _Unchecked(task),
@@ -172,16 +172,33 @@ def _rows(train: TrainConfig, task: Task, num_eval: int) -> tuple[Sequence[Row],
     rows = load_rows(train.dataset, prompt_column=column)
     if not num_eval:
         return rows, [], column
-    if len(rows) < _MIN_ROWS_TO_SPLIT:
+    texts = [repr(row.get(column, row.get(INPUT_IDS))) for row in rows]
+    is_out = [is_held_out(text) for text in texts]
+    if len(rows) < _MIN_ROWS_TO_SPLIT or len(set(is_out)) == 1:
         _logger.warning(
-            "dataset %s has %d rows, too few to hold any out: evaluation uses training prompts",
+            "dataset %s has %d rows (%d different prompts), too few to hold any out: evaluation uses training "
+            "prompts",
             train.dataset,
             len(rows),
+            len(set(texts)),
         )
         return rows, rows[:num_eval], column
-    is_out = [is_held_out(repr(row.get(column, row.get(INPUT_IDS)))) for row in rows]
     kept = [row for row, is_row_out in zip(rows, is_out, strict=True) if not is_row_out]
     return kept, [row for row, is_row_out in zip(rows, is_out, strict=True) if is_row_out][:num_eval], column
+
+
+def _check_vocabularies(
+    tokenizer: PreTrainedTokenizerBase,
+    policy: ModelSettings,
+    policy_path: str,
+    reward_path: str | None,
+    critic_path: str,
+) -> None:
+    for path in {reward_path, critic_path} - {None, policy_path}:
+        check_same_vocabulary(tokenizer, load_tokenizer(str(path), offline_names=offline_names()))
+    critic = load_settings(critic_path, offline_names=offline_names())
+    reward = None if reward_path is None else load_settings(reward_path, offline_names=offline_names())
+    check_vocab_sizes(policy, reward, critic, tokenizer)
 
 
 def _prompt_limit(train: TrainConfig, settings: ModelSettings) -> int | None:

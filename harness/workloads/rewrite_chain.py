@@ -37,6 +37,7 @@ __all__ = [
     "check_steps",
     "clean_response",
     "generate_problem",
+    "has_right_answer",
     "held_out_problems",
     "is_correct",
     "iterate_problems",
@@ -112,7 +113,7 @@ class ChainReport:
 
     @property
     def is_chain_right(self) -> bool:
-        """Returns whether every standing step is valid: stricter than the answer where errors cancel."""
+        """Returns whether every standing step is valid and nothing else was written; it may be unfinished."""
         return self.is_well_formed and all(step.is_valid for step in self.standing_steps)
 
 
@@ -277,25 +278,39 @@ def check_steps(prompt: str, response: str) -> list[bool]:
 
 
 def is_correct(prompt: str, response: str) -> bool:
-    """The true reward: whether a response is a finished chain with the exact answer.
+    """The true reward: whether a response is a finished chain of right steps.
 
     All of this must hold:
 
     - it ends in ``<eos>``, with nothing but ``<pad>`` after the first one;
     - before that there is nothing but steps ``=expression``, each withdrawn by at most one ``x``;
     - as many steps stand as the problem has terms: none is skipped, none is added;
-    - the last of all steps stands, and its expression is the answer in plain decimal, ``7`` and not
-      ``07`` or ``+7``.
+    - every step that stands is valid, and the last of all steps stands: it is the answer.
 
-    Values in between are not compared, so two errors that cancel count as correct;
-    ``ChainReport.is_chain_right`` is the stricter question.
+    Two errors that cancel leave a wrong response. A withdrawn step may hold anything.
     """
-    report = check_chain(prompt, response)
+    return _is_finished(check_chain(prompt, response), is_every_step_checked=True)
+
+
+def has_right_answer(prompt: str, response: str) -> bool:
+    """Whether a response is a finished chain that ends with the answer, right steps or not.
+
+    It asks for all that ``is_correct`` asks for, but compares the last step only, with the answer in
+    plain decimal (``7``, not ``07`` or ``+7``). For figures of how often errors cancel; no reward.
+    """
+    return _is_finished(check_chain(prompt, response), is_every_step_checked=False)
+
+
+def _is_finished(report: ChainReport, *, is_every_step_checked: bool) -> bool:
     if not (report.is_ended and report.is_well_formed and report.steps):
         return False
     last_step = report.steps[-1]
-    has_all_steps = len(report.standing_steps) == num_terms(prompt)
-    return has_all_steps and not last_step.is_withdrawn and last_step.expression == str(answer(prompt))
+    if last_step.is_withdrawn or len(report.standing_steps) != num_terms(report.prompt):
+        return False
+    # Valid steps of the right number end with the answer; it need not be compared again.
+    return (
+        report.is_chain_right if is_every_step_checked else last_step.expression == str(answer(report.prompt))
+    )
 
 
 def _solve(problem: str, generator: random.Random, *, wrong_step_frac: float, noticed_frac: float) -> str:

@@ -23,12 +23,21 @@ _PROBE_TOLERANCE_HALF = 0.1
 
 
 def causal_model(policy: nn.Module) -> PreTrainedModel:
-    """The transformers model inside a PEFT wrapper, or the model itself."""
+    """The transformers model inside a PEFT wrapper, or the model itself.
+
+    Raises:
+        ModelError: it is no transformers model, or an encoder-decoder.
+    """
     get_base_model = getattr(policy, "get_base_model", None)
     model = get_base_model() if get_base_model is not None else policy
     if not isinstance(model, PreTrainedModel):
         raise ModelError(
             f"{type(policy).__name__} is no transformers model; load it with AutoModelForCausalLM"
+        )
+    if model.config.is_encoder_decoder:
+        raise ModelError(
+            f"{type(model).__name__} is an encoder-decoder; only decoders, where the response continues the prompt, "
+            "can be trained: load one with AutoModelForCausalLM"
         )
     return model
 
@@ -97,6 +106,25 @@ def score_head(classifier: nn.Module) -> nn.Module:
     return getattr(classifier, "score", None) or _no_classifier(classifier)
 
 
+def check_one_score(classifier: nn.Module, role: str) -> None:
+    """A reward model or critic has a backbone and a head that gives one number per position.
+
+    Args:
+        classifier: a sequence classifier.
+        role: what it is used as, for the error.
+
+    Raises:
+        ModelError: it lacks one, or its head gives several numbers.
+    """
+    classifier_backbone(classifier)
+    num_labels = getattr(score_head(classifier), "out_features", 1)
+    if num_labels != 1:
+        raise ModelError(
+            f"the {role} ({type(classifier).__name__}) gives {num_labels} scores per position, but one is needed; "
+            "load it with num_labels=1, from a checkpoint trained with one label"
+        )
+
+
 def logits_head(model: PreTrainedModel) -> Callable[[Tensor], Tensor]:
     """From last hidden states to logits as the model itself would make them: scale and soft cap included."""
     embeddings: Any = model.get_output_embeddings()
@@ -123,7 +151,7 @@ def probe_causal_model(policy: nn.Module) -> None:
     """Compare our route to the logits (no mask, right padding, own head) with the model's own, on two rows.
 
     Raises:
-        ModelError: they differ, so the model cannot be trained here; names the difference.
+        ModelError: they differ, so the model cannot be trained here (names the difference), or are not finite.
     """
     model = causal_model(policy)
     vocab_size = model.config.get_text_config().vocab_size
@@ -132,6 +160,11 @@ def probe_causal_model(policy: nn.Module) -> None:
     input_ids = (torch.arange(14, device=device) * 31 % vocab_size).reshape(2, 7)
     mask = torch.arange(7, device=device)[None, :] < lengths[:, None]
     expected = model(input_ids=input_ids, attention_mask=mask.long(), use_cache=False).logits
+    if not expected[mask].isfinite().all():
+        raise ModelError(
+            f"the logits of {type(model).__name__} are not finite, so it cannot be trained; its weights hold NaN or "
+            f"infinities, or overflow in {expected.dtype}: pass an undamaged checkpoint, or float32 or bfloat16"
+        )
     hidden = model.base_model(input_ids=input_ids, use_cache=False).last_hidden_state
     actual = logits_head(model)(hidden)
     scale = max(float(expected[mask].float().std()), 1e-3)

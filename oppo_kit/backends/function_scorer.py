@@ -8,6 +8,8 @@ Special tokens are no part of it, so ``is_stopped``, one list more than TRL's, s
 from __future__ import annotations
 
 import asyncio
+import copy
+import functools
 import importlib
 import inspect
 import os
@@ -57,7 +59,7 @@ class FunctionScorer:
         if weights is not None and len(weights) != len(functions):
             raise ConfigError(
                 f"{len(weights)} reward weights for {len(functions)} functions "
-                f"({', '.join(map(_name_of, functions))}); give one weight each, or none"
+                f"({', '.join(map(name_of, functions))}); give one weight each, or none"
             )
         self.name = name
         self._functions = list(functions)
@@ -69,7 +71,7 @@ class FunctionScorer:
         """One number per rollout, NaN and infinities included; None where every function abstains.
 
         Raises:
-            PartFailedError: a function raised.
+            PartFailedError: a function raised or called ``sys.exit``.
             RewardError: a function returned another number of results, or something that is no number.
         """
         if not rollouts:
@@ -104,6 +106,13 @@ class FunctionScorer:
         if self._prompt_column in rollout.prompt.columns:
             return rollout.prompt.columns[self._prompt_column]
         return self._tokenizer.decode(list(rollout.prompt.token_ids), skip_special_tokens=True)
+
+
+def name_of(function: RewardFunction) -> str:
+    """Name of a function, of the function inside a ``functools.partial``, or of a callable object's class."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    return str(getattr(function, "__name__", None) or type(function).__name__)
 
 
 def load_reward_function(reference: str) -> RewardFunction:
@@ -150,20 +159,21 @@ def _import(module_name: str, reference: str) -> Any:
         raise ConfigError(
             f"reward {reference!r}: importing {module_name!r} needs {error.name!r}, which is missing"
         ) from error
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise ConfigError(f"reward {reference!r}: importing {module_name!r} failed: {error!r}") from error
 
 
 def _call(
     function: RewardFunction, arguments: dict[str, list[Any]], rollouts: Sequence[Rollout]
 ) -> list[float | None]:
-    name = _name_of(function)
+    name = name_of(function)
     draw_ids = ", ".join(str(rollout.key.draw_id) for rollout in rollouts)
+    own = {key: [_own(value) for value in values] for key, values in arguments.items()}
     try:
-        results = function(**{key: list(values) for key, values in arguments.items()})
+        results = function(**own)
         if inspect.isawaitable(results):
             results = _run(_awaited(results))
-    except Exception as error:
+    except (Exception, SystemExit) as error:  # an exit would end the training as if it were complete
         raise PartFailedError(f"reward function {name!r} raised {error!r} on draws {draw_ids}") from error
     if hasattr(results, "tolist"):
         results = results.tolist()
@@ -177,13 +187,23 @@ def _call(
     return [_number(value, name, rollout) for value, rollout in zip(results, rollouts, strict=True)]
 
 
+def _own(value: Any) -> Any:
+    """What a function may change without changing the data set or what the next function sees."""
+    return value if value is None or isinstance(value, str | int | float) else copy.deepcopy(value)
+
+
 def _number(value: Any, name: str, rollout: Rollout) -> float | None:
     if value is None:
         return None
     if not isinstance(value, str | bytes):
         try:
             return float(value)
-        except (TypeError, ValueError):
+        except OverflowError as error:
+            raise RewardError(
+                f"reward function {name!r} returned a number too large for a float ({type(value).__name__}) for "
+                f"draw {rollout.key.draw_id}; return one of ordinary size, or None to abstain"
+            ) from error
+        except (TypeError, ValueError, RuntimeError):  # RuntimeError: a tensor of several numbers
             pass
     raise RewardError(
         f"reward function {name!r} returned {value!r} ({type(value).__name__}) for draw "
@@ -203,7 +223,3 @@ def _run(coroutine: Coroutine[Any, Any, Any]) -> Any:
     # A notebook's thread already runs a loop; a second one needs a thread of its own.
     with ThreadPoolExecutor(max_workers=1) as pool:
         return pool.submit(asyncio.run, coroutine).result()
-
-
-def _name_of(function: RewardFunction) -> str:
-    return str(getattr(function, "__name__", None) or type(function).__name__)

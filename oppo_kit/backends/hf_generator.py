@@ -17,10 +17,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from oppo_kit.backends.forward import cache_keyword, causal_model
-from oppo_kit.errors import DataError, NonFiniteError
+from oppo_kit.backends.forward import cache_keyword, causal_model, response_logprobs
+from oppo_kit.errors import DataError, ModelError, NonFiniteError
+from oppo_kit.ops.batching import pad_prompts_and_responses
 from oppo_kit.ops.noise import gumbel_noise, stream_key
-from oppo_kit.types import FinishReason, Rollout, RolloutKey, TokenChunk
+from oppo_kit.types import FinishReason, Rollout, RolloutKey, TokenChunk, pad_rows
+
+# Log-probs of one model by cache and by plain forward differ by rounding; at a low temperature it is magnified.
+_PROBE_TOLERANCE = {torch.float32: 1e-2, torch.float64: 1e-4}
+_PROBE_TOLERANCE_HALF = 0.5
 
 
 @dataclass(slots=True)
@@ -54,6 +59,9 @@ class HFGenerator:
         stop_token_ids: a sampled one ends its response and belongs to it.
         seed: of the sampling noise.
         device: where to decode; None: where the policy is.
+
+    Raises:
+        ModelError: the model cannot decode rows of unequal length that leave one by one.
     """
 
     def __init__(
@@ -84,6 +92,7 @@ class HFGenerator:
         self._cache: Any = None
         self._width = 0
         self._num_padding: Tensor | None = None
+        self._probe()
 
     @property
     def num_live(self) -> int:
@@ -147,6 +156,48 @@ class HFGenerator:
             chunks += self._take_stopped(tick)
             chunks += self._take_exhausted(tick)
         return chunks + [row.take_chunk(self._version, max_tokens, None) for row in self._rows]
+
+    def _probe(self) -> None:
+        """Sample two rows of unequal length, of which one leaves early, and compare with a plain forward pass.
+
+        It decides whether the model can be served, instead of a list of architectures: recurrent models, for one,
+        do not carry left padding, or cannot drop a row.
+        """
+        vocab_size = self._model.config.get_text_config().vocab_size
+        prompts = [
+            [(7 * i + 3 * row) % vocab_size for i in range(length)] for row, length in ((0, 6), (1, 2))
+        ]
+        stop_ids, self._stop_ids = self._stop_ids, frozenset()
+        self._rows = [
+            _Row(RolloutKey(row, 0), row, list(prompt), len(prompt), limit)
+            for row, (prompt, limit) in enumerate(zip(prompts, (1, 3), strict=True))
+        ]
+        try:
+            chunks = sorted(self.decode(3), key=lambda chunk: chunk.key)
+        except (
+            AttributeError,
+            TypeError,
+            ValueError,
+            RuntimeError,
+            IndexError,
+            NotImplementedError,
+        ) as error:
+            raise self._cannot_serve(f"{type(error).__name__}: {error}") from error
+        finally:
+            self._stop_ids, self._rows, self._cache = stop_ids, [], None
+        rows = pad_prompts_and_responses(prompts, [chunk.token_ids for chunk in chunks]).to(self._device)
+        with torch.no_grad():
+            plain, _ = response_logprobs(self._module, rows, temperature=self._temperature)
+        decoded = pad_rows([chunk.behaviour_logprobs for chunk in chunks], 3, torch.float32).to(self._device)
+        gap = float((plain - decoded).abs().max())
+        if not gap <= _PROBE_TOLERANCE.get(self._model.dtype, _PROBE_TOLERANCE_HALF):
+            raise self._cannot_serve(f"its decoded log-probs differ from a plain forward pass by {gap:.2g}")
+
+    def _cannot_serve(self, reason: str) -> ModelError:
+        return ModelError(
+            f"{type(self._model).__name__} cannot be decoded in a batch of unequal rows: {reason}; "
+            "use a decoder with an ordinary key-value cache"
+        )
 
     def _sample(self, logits: Tensor) -> None:
         logprobs = (logits.float() / self._temperature).log_softmax(-1)

@@ -13,10 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from oppo_kit.backends.forward import (
-    classifier_backbone,
+    check_one_score,
     probe_causal_model,
     response_logprobs,
-    score_head,
     sequence_scores,
 )
 from oppo_kit.ops.batching import PaddedRows, length_sorted_batches, pad_prompts_and_responses
@@ -30,12 +29,14 @@ class HFRewardScorer:
         classifier: frozen; with a backbone and a ``score`` head.
         batch_tokens: padded tokens per forward pass.
         name: of the score.
+
+    Raises:
+        ModelError: it has no such head, or one that gives several numbers.
     """
 
     def __init__(self, classifier: nn.Module, *, batch_tokens: int = 16384, name: str = "reward") -> None:
         self.name = name
-        classifier_backbone(classifier)
-        score_head(classifier)
+        check_one_score(classifier, "reward model")
         self._classifier = classifier.eval().requires_grad_(False)
         self._batch_tokens = batch_tokens
 

@@ -2,10 +2,13 @@
 
 Evaluation mode and no dropout (a ratio must not be noisy), decoders only, nothing silently random.
 Masks never come from the pad token here or anywhere, so pad == eos is ordinary.
+
+A folder may hold a LoRA adapter instead of a model: its base is loaded, and the adapter is merged into it.
 """
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import warnings
@@ -30,14 +33,20 @@ from oppo_kit.errors import ModelError
 
 _logger = logging.getLogger(__name__)
 
+_ADAPTER_CONFIG = "adapter_config.json"
 
-class HasStopTokens(Protocol):
+
+class HasConfig(Protocol):
     """A model, or the settings that stand beside its weights."""
 
     @property
     def config(self) -> Any:
         """The model's configuration."""
         ...
+
+
+class HasStopTokens(HasConfig, Protocol):
+    """The same, with what stops a generation."""
 
     @property
     def generation_config(self) -> Any:
@@ -63,7 +72,7 @@ def load_settings(path: str | os.PathLike[str], *, offline_names: Sequence[str] 
     """Configuration and generation configuration, without weights.
 
     Args:
-        path: folder or hub id.
+        path: folder or hub id; of a LoRA adapter: what its base says.
         offline_names: what the caller can load without a network; named in the error.
 
     Raises:
@@ -71,7 +80,7 @@ def load_settings(path: str | os.PathLike[str], *, offline_names: Sequence[str] 
     """
     config = _load_config(str(path), offline_names)
     try:
-        generation_config = GenerationConfig.from_pretrained(str(path))
+        generation_config = GenerationConfig.from_pretrained(_adapters_of(str(path))[0])
     except OSError:  # a model without generation_config.json; its config is there
         generation_config = None
     return ModelSettings(config, generation_config)
@@ -136,15 +145,17 @@ def load_sequence_classifier(
 def load_tokenizer(
     path: str | os.PathLike[str], *, offline_names: Sequence[str] = ()
 ) -> PreTrainedTokenizerBase:
-    """A tokenizer; without a pad token, EOS pads too.
+    """A tokenizer; without a pad token, EOS pads too. A LoRA adapter without one has its base's.
 
     Raises:
         ModelError: it is not there or cannot be read.
     """
+    base, adapters = _adapters_of(str(path))
+    source = next((folder for folder in adapters if (Path(folder) / "tokenizer_config.json").is_file()), base)
     try:
-        tokenizer = AutoTokenizer.from_pretrained(str(path))
+        tokenizer = AutoTokenizer.from_pretrained(source)
     except (OSError, ValueError) as error:
-        raise ModelError(_unavailable("tokenizer", str(path), error, offline_names)) from error
+        raise ModelError(_unavailable("tokenizer", source, error, offline_names)) from error
     if tokenizer.pad_token_id is None and tokenizer.eos_token_id is not None:
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer
@@ -201,9 +212,90 @@ def check_same_vocabulary(
     )
 
 
+def check_vocab_sizes(
+    policy: HasConfig,
+    reward: HasConfig | None,
+    critic: HasConfig | None,
+    tokenizer: PreTrainedTokenizerBase,
+) -> None:
+    """Every id that the policy can be given or sample has an embedding in it, the reward model and the critic.
+
+    Args:
+        policy: the model or its settings, as the next two.
+        reward: None with a reward that is no model.
+        critic: None without one.
+        tokenizer: the policy's.
+
+    Raises:
+        ModelError: naming both sizes.
+    """
+    size = _vocab_size(policy)
+    needed = 1 + max(tokenizer.get_vocab().values(), default=-1)
+    if size < needed:
+        raise ModelError(
+            f"the policy's vocab_size is {size}, but its tokenizer needs {needed}: the ids from {size} on have no "
+            f"embedding; pass the model's own tokenizer, or save the model after resize_token_embeddings({needed})"
+        )
+    for role, model in (("reward model", reward), ("critic", critic)):
+        if model is not None and _vocab_size(model) < size:
+            raise ModelError(
+                f"the {role}'s vocab_size is {_vocab_size(model)}, the policy's {size}: the policy could sample ids "
+                f"that the {role} has no embedding for; pass a {role} with the policy's vocab_size, or save it "
+                f"after resize_token_embeddings({size})"
+            )
+
+
+def _vocab_size(model: HasConfig) -> int:
+    return int(model.config.get_text_config().vocab_size)
+
+
+def _adapters_of(path: str) -> tuple[str, list[str]]:
+    """The model below a folder of a LoRA adapter, and the adapters on it, outermost first."""
+    adapters: list[str] = []
+    while (Path(path) / _ADAPTER_CONFIG).is_file() and not (Path(path) / "config.json").is_file():
+        file = Path(path) / _ADAPTER_CONFIG
+        adapters.append(path)
+        try:
+            base = json.loads(file.read_text(encoding="utf-8")).get("base_model_name_or_path")
+        except (OSError, ValueError, AttributeError) as error:
+            raise ModelError(f"{file} cannot be read: {error}; save the adapter again") from error
+        if not base or base in adapters:
+            raise ModelError(
+                f"{path} is a LoRA adapter whose {_ADAPTER_CONFIG} names {'itself' if base else 'no model'} as its "
+                "base; set base_model_name_or_path there to the folder or hub id of the model that it was trained on"
+            )
+        path = str(base)
+    return path, adapters
+
+
+def _merge(model: PreTrainedModel, adapter: str, *, is_classifier: bool) -> tuple[PreTrainedModel, set[str]]:
+    """The model with the adapter merged into its weights, and the modules that the adapter replaced entirely.
+
+    A classifier may have a language model's adapter, from which it has the backbone; not the other way round.
+    """
+    from peft import PeftConfig, PeftModel
+
+    try:
+        config: Any = PeftConfig.from_pretrained(adapter)
+        if not is_classifier and config.task_type == "SEQ_CLS":
+            raise ValueError("it is of a sequence classifier, not of a language model")
+        if is_classifier and config.task_type != "SEQ_CLS":
+            config.task_type = None  # what PEFT wants of a language model is of no use here
+        merged: Any = PeftModel.from_pretrained(model, adapter, config=config)
+        model = merged.merge_and_unload()
+    except (OSError, ValueError, TypeError, AttributeError, RuntimeError) as error:
+        raise ModelError(
+            f"the LoRA adapter in {adapter} does not fit {model.name_or_path}: {_first_line(error)}; correct "
+            f"base_model_name_or_path in its {_ADAPTER_CONFIG}, or pass a model with the adapter merged"
+        ) from error
+    model.name_or_path = adapter  # so that an adapter trained on the merged model names it as its base
+    return model.requires_grad_(True), set(getattr(config, "modules_to_save", None) or ())
+
+
 def _load(
     auto_class: Any, path: str, dtype: torch.dtype, offline_names: Sequence[str], extra: dict[str, Any]
 ) -> tuple[PreTrainedModel, list[str]]:
+    base, adapters = _adapters_of(path)
     config = _load_config(path, offline_names, **extra)
     _switch_dropout_off(config)
     try:
@@ -211,10 +303,10 @@ def _load(
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
             model, info = auto_class.from_pretrained(
-                path, config=config, dtype=dtype, output_loading_info=True, ignore_mismatched_sizes=True
+                base, config=config, dtype=dtype, output_loading_info=True, ignore_mismatched_sizes=True
             )
     except (OSError, ValueError) as error:
-        raise ModelError(_unavailable("model", path, error, offline_names)) from error
+        raise ModelError(_unavailable("model", base, error, offline_names)) from error
     if info["mismatched_keys"]:
         shapes = "; ".join(
             f"{name} is {list(there)}, not {list(here)}" for name, there, here in info["mismatched_keys"]
@@ -225,14 +317,20 @@ def _load(
             else "the folder's config.json is another model's"
         )
         raise ModelError(f"the weights of {path} do not fit: {shapes}; {needs}")
-    return model.eval(), sorted(info["missing_keys"])
+    missing = set(info["missing_keys"])
+    for adapter in reversed(adapters):
+        model, replaced = _merge(model, adapter, is_classifier=bool(extra))
+        missing = {name for name in missing if replaced.isdisjoint(name.split("."))}
+    return model.eval(), sorted(missing)
 
 
 def _load_config(path: str, offline_names: Sequence[str], **extra: Any) -> PreTrainedConfig:
+    base, adapters = _adapters_of(path)
     try:
-        config = AutoConfig.from_pretrained(path, **extra)
+        config = AutoConfig.from_pretrained(base, **extra)
     except (OSError, ValueError) as error:
-        raise ModelError(_unavailable("model", path, error, offline_names)) from error
+        what = f"{path} is a LoRA adapter, and its base is missing: " if adapters else ""
+        raise ModelError(what + _unavailable("model", base, error, offline_names)) from error
     if config.is_encoder_decoder:
         raise ModelError(
             f"{path} is an encoder-decoder ({config.model_type}); only decoders, where the response "

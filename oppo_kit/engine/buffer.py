@@ -83,6 +83,10 @@ class OvercommitBuffer:
                     ended.append(group)
         return sorted(ended, key=lambda group: group.draw_id)
 
+    def holds(self, groups: Sequence[Group]) -> bool:
+        """Whether all of these are in flight or queued."""
+        return all(self._groups.get(group.draw_id) is group for group in groups)
+
     def take_trained(self, groups: Sequence[Group]) -> None:
         """Remove groups whose update is done."""
         for group in groups:

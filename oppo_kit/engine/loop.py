@@ -38,6 +38,8 @@ from oppo_kit.types import Group, Rollout, RolloutBatch, RolloutKey, StepReport,
 NON_FINITE_LOSS = "non_finite"
 # Fewer in a row can be bad luck with a reward that often abstains.
 MIN_REJECTED_IN_A_ROW = 32
+# One batch can be an accident; a run whose every batch is skipped must not end as a success.
+MAX_SKIPPED_IN_A_ROW = 3
 
 
 class OverlapEngine:
@@ -95,6 +97,7 @@ class OverlapEngine:
         self._listeners = list(listeners)
         self._tick = 0
         self._tokens_decoded = 0
+        self._num_skipped_in_a_row = 0
 
     @property
     def num_in_flight(self) -> int:
@@ -122,14 +125,17 @@ class OverlapEngine:
             raise StateError(f"all {self.num_steps} steps are done; build an engine with more num_steps")
         self._stopwatch.start_step()
         self._admit(self._num_to_admit())
+        settled: set[int] = set()
         num_rejected = 0
         while True:
             groups = self._decode_until_selectable()
             rejections = self._settle(groups)
             if not rejections:
                 break
-            accepted = len(groups) - len(rejections)
-            num_rejected = 0 if accepted else num_rejected + len(rejections)
+            # Groups that an earlier round accepted say nothing about what the scorers do now.
+            fresh = {group.draw_id for group in groups} - settled
+            settled |= fresh
+            num_rejected = 0 if fresh - set(rejections) else num_rejected + len(rejections)
             if num_rejected >= max(4 * self.batch_size, MIN_REJECTED_IN_A_ROW):
                 reasons = ", ".join(sorted(set(rejections.values())))
                 raise PartFailedError(
@@ -145,7 +151,8 @@ class OverlapEngine:
             with self._part("train", "learner", groups):
                 batch.values = self.learner.compute_values(batch)
         self._emit("selected", draws=[group.draw_id for group in groups], version=self.version)
-        self.algorithm.on_batch(batch)
+        with self._part("train", f"hook on_batch of {self.algorithm.name!r}", groups):
+            self.algorithm.on_batch(batch)
         return batch
 
     def step(self, batch: RolloutBatch) -> StepReport:
@@ -163,12 +170,15 @@ class OverlapEngine:
                 f"the batch was collected at version {batch.version}, the engine is at {self.version}; "
                 "call collect() and step() in turn"
             )
+        if not self._buffer.holds(batch.groups):
+            raise StateError("the batch was trained or rejected before; call collect() for the next one")
         with self._part("train", "learner", batch.groups):
             train_batch = self.algorithm.prepare(batch)
             metrics = self._update(train_batch)
         report = self._report(batch, train_batch, metrics)
         self._emit("updated", version=self.version, step=report.step)
-        self.algorithm.on_update(report)
+        with self._part("train", f"hook on_update of {self.algorithm.name!r}", batch.groups):
+            self.algorithm.on_update(report)
         return report
 
     def close(self) -> None:
@@ -212,6 +222,9 @@ class OverlapEngine:
         ):
             if state.get(field) != expected:
                 raise StateError(f"saved state has {field}={state.get(field)}, this engine has {expected}")
+        missing = sorted(set(self.state_dict()) - set(state))
+        if missing:
+            raise StateError(f"saved state lacks {missing}; it is damaged")
         groups = [unpack_group(packed) for packed in state["groups"]]
         self.generator.evict([rollout.key for rollout in self._buffer.live_rollouts])
         for group in self._buffer.groups:
@@ -272,10 +285,12 @@ class OverlapEngine:
         self._tick += self.overlap.chunk_tokens
         num_tokens = sum(len(chunk.token_ids) for chunk in chunks)
         self._tokens_decoded += num_tokens
-        self.algorithm.on_chunk(chunks)
+        with self._part("train", f"hook on_chunk of {self.algorithm.name!r}", ()):
+            self.algorithm.on_chunk(chunks)
         self._emit("decoded", num_tokens=num_tokens, num_rows=len(chunks))
         for group in ended:
-            self.algorithm.on_complete(group)
+            with self._part("train", f"hook on_complete of {self.algorithm.name!r}", (group,)):
+                self.algorithm.on_complete(group)
             self._emit("ended", draw=group.draw_id, tick=group.end_tick)
         if self.overlap.score_at == "sample" and ended:
             with self._part("score", "scorer", ended):
@@ -294,10 +309,17 @@ class OverlapEngine:
         groups = train_batch.rollouts.groups
         try:
             metrics = self.learner.update(train_batch, self.algorithm)
-        except NonFiniteError:
+        except NonFiniteError as error:
             for group in groups:
                 self._reject(group, NON_FINITE_LOSS)
+            self._num_skipped_in_a_row += 1
+            if self._num_skipped_in_a_row >= MAX_SKIPPED_IN_A_ROW:
+                raise NonFiniteError(
+                    f"the loss was not finite in {self._num_skipped_in_a_row} steps in a row, so nothing is learned; "
+                    "lower the learning rate, and check the reward's scale and the critic"
+                ) from error
             return {"oppo/skipped_non_finite": 1.0}
+        self._num_skipped_in_a_row = 0
         self._buffer.take_trained(groups)
         self.version += 1
         with self._part("sync", "generator", ()):

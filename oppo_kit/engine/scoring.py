@@ -17,6 +17,7 @@ from oppo_kit.types import Group, Rollout, Score
 
 ABSTAINED = "abstained"
 NON_FINITE_SCORE = "non_finite_score"
+FLOAT32_MAX = 3.4028234663852886e38
 
 
 @dataclass(frozen=True)
@@ -120,4 +121,6 @@ def _checked(name: str, rollout: Rollout, score: Score) -> Score:
 
 
 def _is_finite(score: Score) -> bool:
-    return all(map(math.isfinite, score)) if isinstance(score, list) else math.isfinite(score)
+    """Finite also as float32, which is what a batch is made of."""
+    numbers = score if isinstance(score, list) else [score]
+    return all(math.isfinite(number) and abs(number) <= FLOAT32_MAX for number in numbers)

@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerBase, get_scheduler
 
 from oppo_kit.backends.forward import probe_causal_model, token_values
 from oppo_kit.config import LearnerConfig
-from oppo_kit.errors import ConfigError, NonFiniteError
+from oppo_kit.errors import ConfigError, NonFiniteError, PartFailedError
 from oppo_kit.learner.modules import ActorCritic
 from oppo_kit.ops.batching import PaddedRows, length_sorted_batches, pad_prompts_and_responses
 from oppo_kit.protocols import Algorithm, State
@@ -113,6 +113,7 @@ class AccelerateLearner:
         Raises:
             NonFiniteError: the first loss or gradient is not finite; no weight has changed. A later one skips its
                 mini-batch and is counted in ``oppo/skipped_mini_batches``.
+            PartFailedError: the weights are not finite after the update.
         """
         totals: dict[str, float] = {}
         num_taken = num_skipped = 0
@@ -129,6 +130,7 @@ class AccelerateLearner:
                 num_taken += 1
                 for name, value in metrics.items():
                     totals[name] = totals.get(name, 0.0) + value
+        self._check_weights()
         learning_rate = self._scheduler.get_last_lr()[0]
         self._scheduler.step()
         self._num_episodes += batch.rollouts.num_rows
@@ -189,6 +191,15 @@ class AccelerateLearner:
         self._optimizer.step()
         self._optimizer.zero_grad()
         return totals | {"grad_norm": float(norm)}
+
+    def _check_weights(self) -> None:
+        """Never go on, and never save, with weights that are not finite."""
+        weights = [parameter.detach() for parameter in self._module.parameters() if parameter.requires_grad]
+        if not torch.isfinite(torch.stack(torch._foreach_norm(weights))).all():
+            raise PartFailedError(
+                "the update made weights that are NaN or infinite; lower the learning rate "
+                f"({self.config.learning_rate}), and go on from the last checkpoint"
+            )
 
     def _clip_gradient(self) -> Tensor:
         limit = float("inf") if self.config.max_grad_norm is None else self.config.max_grad_norm

@@ -7,6 +7,7 @@ import copy
 import pytest
 import torch
 from tiny_models import tiny_causal_lm, tiny_classifier
+from transformers import T5Config, T5ForConditionalGeneration
 
 from oppo_kit.backends.forward import (
     cache_keyword,
@@ -142,6 +143,30 @@ def test_a_module_without_a_score_head_is_no_reward_model() -> None:
         ModelError, match="Linear is no transformers model; load it with AutoModelForCausalLM"
     ):
         HFReferenceScorer(torch.nn.Linear(2, 2), temperature=1.0)
+
+
+def test_a_reward_model_with_two_labels_is_refused() -> None:
+    with pytest.raises(
+        ModelError,
+        match=r"the reward model \(LlamaForSequenceClassification\) gives 2 scores per position.*num_labels=1",
+    ):
+        HFRewardScorer(tiny_classifier(num_labels=2))
+
+
+def test_an_encoder_decoder_is_no_policy() -> None:
+    config = T5Config(vocab_size=20, d_model=8, d_kv=4, d_ff=8, num_layers=1, num_heads=2)
+    with pytest.raises(ModelError, match="T5ForConditionalGeneration is an encoder-decoder; only decoders"):
+        probe_causal_model(T5ForConditionalGeneration(config))
+
+
+def test_weights_that_are_not_finite_are_named_as_that() -> None:
+    model = tiny_causal_lm()
+    with torch.no_grad():
+        model.get_output_embeddings().weight[3, 0] = float("nan")
+    with pytest.raises(
+        ModelError, match=r"the logits of LlamaForCausalLM are not finite.*overflow in torch.float32"
+    ):
+        probe_causal_model(model)
 
 
 def test_scores_of_a_classifier_are_read_at_the_last_token_of_each_row() -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import copy
+import functools
 import math
 import sys
 from collections.abc import Iterator
@@ -13,7 +15,7 @@ import pytest
 import tiny_models
 import torch
 
-from oppo_kit.backends.function_scorer import FunctionScorer, load_reward_function
+from oppo_kit.backends.function_scorer import FunctionScorer, load_reward_function, name_of
 from oppo_kit.errors import ConfigError, PartFailedError, RewardError
 from oppo_kit.types import Prompt, Rollout, RolloutKey
 
@@ -99,6 +101,26 @@ def test_a_function_that_changes_its_lists_does_not_disturb_the_next() -> None:
     assert score(clear, length) == [1.0, 2.0, 0.0]
 
 
+def test_a_function_that_changes_prompts_and_columns_changes_neither_the_data_nor_what_the_next_sees() -> (
+    None
+):
+    columns = {"prompt": [{"role": "user", "content": "ask"}], "tags": ["x"], "info": {"steps": [1]}}
+    rollouts = [rollout(0, "hi", **copy.deepcopy(columns))]
+    seen: list[Any] = []
+
+    def careless(prompts: Any, tags: Any, info: Any, **columns: Any) -> list[float]:
+        seen.append(copy.deepcopy((prompts[0], tags[0], info[0])))
+        prompts[0].append({"role": "assistant", "content": "no"})
+        prompts[0][0]["content"] = "changed"
+        tags[0].append("y")
+        info[0]["steps"].append(2)
+        return [0.0]
+
+    score(careless, careless, rollouts=rollouts)
+    assert rollouts[0].prompt.columns == columns
+    assert seen == [tuple(columns.values())] * 2
+
+
 def test_an_eos_inside_the_vocabulary_of_a_pad_eos_tokenizer_is_no_text() -> None:
     tokenizer = tiny_models.tiny_tokenizer(is_pad_eos=True)
     assert FunctionScorer([length], tokenizer).score(THREE) == [1.0, 2.0, 0.0]
@@ -178,6 +200,32 @@ def test_an_async_function_that_raises_is_named_too() -> None:
         score(broken)
 
 
+def test_a_function_that_exits_does_not_end_the_training_as_if_it_were_complete() -> None:
+    def leaves(**columns: Any) -> list[float]:
+        sys.exit(0)
+
+    async def leaves_later(**columns: Any) -> list[float]:
+        sys.exit(0)
+
+    for function in (leaves, leaves_later):
+        with pytest.raises(
+            PartFailedError,
+            match=rf"reward function '{function.__name__}' raised SystemExit\(0\) on draws 7, 8",
+        ):
+            score(function)
+
+
+@pytest.mark.parametrize("value", [10**400, -(10**5000)])
+def test_a_number_too_large_for_a_float_is_refused_without_being_printed(value: int) -> None:
+    def huge(**columns: Any) -> list[Any]:
+        return [0.0, value, 0.0]
+
+    with pytest.raises(
+        RewardError, match=r"'huge' returned a number too large for a float \(int\) for draw 8; return one of"
+    ):
+        score(huge)
+
+
 @pytest.mark.parametrize(
     ("results", "words"),
     [
@@ -198,7 +246,7 @@ def test_another_number_of_results_is_refused_and_never_broadcast(results: Any, 
         score(one)
 
 
-@pytest.mark.parametrize("value", ["1.0", [1.0], {}, b"1"])
+@pytest.mark.parametrize("value", ["1.0", [1.0], {}, b"1", torch.tensor([1.0, 2.0])])
 def test_a_result_that_is_no_number_names_function_and_draw(value: Any) -> None:
     def odd(**columns: Any) -> list[Any]:
         return [0.0, value, 0.0]
@@ -207,6 +255,16 @@ def test_a_result_that_is_no_number_names_function_and_draw(value: Any) -> None:
         RewardError, match=r"reward function 'odd' returned .* for draw 8; return a number, or None"
     ):
         score(odd)
+
+
+def test_objects_and_partials_have_a_name() -> None:
+    class Brevity:
+        def __call__(self, **columns: Any) -> list[float]:
+            raise ValueError("no")
+
+    assert name_of(functools.partial(functools.partial(length), scale=2)) == "length"
+    with pytest.raises(PartFailedError, match="reward function 'Brevity' raised ValueError"):
+        score(Brevity())
 
 
 def test_no_function_is_refused() -> None:
@@ -262,10 +320,13 @@ def test_a_missing_module_lists_the_nearest_of_the_directory(folder: Path) -> No
 def test_a_module_that_fails_says_why(folder: Path) -> None:
     (folder / "needs_more.py").write_text("import absent_package\n")
     (folder / "broken_module.py").write_text("1 / 0\n")
+    (folder / "script.py").write_text("raise SystemExit(0)\n")
     with pytest.raises(ConfigError, match="importing 'needs_more' needs 'absent_package', which is missing"):
         load_reward_function("needs_more:f")
     with pytest.raises(ConfigError, match=r"importing 'broken_module' failed: ZeroDivisionError"):
         load_reward_function("broken_module:f")
+    with pytest.raises(ConfigError, match=r"importing 'script' failed: SystemExit\(0\)"):
+        load_reward_function("script:f")
 
 
 @pytest.mark.parametrize("reference", ["rewards", "rewards:", ":brevity", ""])

@@ -8,7 +8,7 @@ from tiny_models import VOCAB_SIZE, tiny_causal_lm
 
 from oppo_kit.backends.forward import response_logprobs
 from oppo_kit.backends.hf_generator import HFGenerator
-from oppo_kit.errors import DataError, NonFiniteError
+from oppo_kit.errors import DataError, ModelError, NonFiniteError
 from oppo_kit.ops.batching import pad_prompts_and_responses
 from oppo_kit.ops.noise import gumbel_noise, stream_key
 from oppo_kit.types import Prompt, Rollout, RolloutKey
@@ -193,3 +193,26 @@ def test_a_limit_beyond_the_context_is_refused_before_anything_is_decoded() -> N
         DataError, match="200 prompt tokens and a limit of 100 exceed the model's context of 256"
     ):
         generator.admit([Rollout(RolloutKey(0, 0), Prompt(0, (3,) * 200, 100))])
+
+
+def test_a_recurrent_model_is_refused_instead_of_sampling_from_another_distribution() -> None:
+    from transformers import MambaConfig, MambaForCausalLM
+
+    torch.manual_seed(0)
+    model = MambaForCausalLM(
+        MambaConfig(vocab_size=40, hidden_size=16, num_hidden_layers=1, state_size=4)
+    ).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.2)
+    with pytest.raises(
+        ModelError, match="MambaForCausalLM cannot be decoded in a batch of unequal rows: .*; use a"
+    ):
+        HFGenerator(model, temperature=1.0, stop_token_ids=[], seed=0)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_probe_leaves_no_trace(kind: str) -> None:
+    generator = HFGenerator(tiny_causal_lm(kind), temperature=0.5, stop_token_ids=[STOP_ID], seed=0)
+    assert generator.num_live == 0
+    assert generator.decode(3) == []

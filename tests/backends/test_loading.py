@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import json
 import logging
+import shutil
 import warnings
 from pathlib import Path
 from typing import Any
 
 import huggingface_hub.constants
+import peft
 import pytest
 import tiny_models
 import torch
-from transformers import BartConfig, GenerationConfig
+from transformers import BartConfig, GenerationConfig, PreTrainedModel
 
 from oppo_kit.backends.loading import (
     ModelSettings,
     check_same_vocabulary,
+    check_vocab_sizes,
     load_causal_lm,
     load_sequence_classifier,
     load_settings,
@@ -166,6 +170,117 @@ def test_an_encoder_decoder_is_refused(tmp_path: Path) -> None:
         load_causal_lm(tmp_path, torch.float32)
 
 
+# --- LoRA adapters
+
+
+def save_adapter(model: PreTrainedModel, folder: Path, task_type: str = "CAUSAL_LM") -> Any:
+    """The model with an adapter that changes it, saved as PEFT does: without the model."""
+    config = peft.LoraConfig(task_type=task_type, r=4, target_modules=["q_proj", "v_proj"])
+    adapted = peft.get_peft_model(model, config)
+    with torch.no_grad():
+        for name, parameter in adapted.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_(std=0.5)
+    adapted.save_pretrained(folder)
+    assert not (folder / "config.json").exists()
+    return adapted.eval()
+
+
+@pytest.fixture
+def base(tmp_path: Path) -> Path:
+    tiny_models.tiny_causal_lm(folder=tmp_path / "base")
+    tiny_models.tiny_tokenizer(tmp_path / "base")
+    return tmp_path / "base"
+
+
+def test_a_folder_of_a_lora_adapter_is_its_base_with_the_adapter_merged(base: Path, tmp_path: Path) -> None:
+    plain = load_causal_lm(base, torch.float32)
+    before = plain(input_ids=IDS).logits
+    adapted = save_adapter(plain, tmp_path / "adapter")
+    loaded = load_causal_lm(tmp_path / "adapter", torch.float32)
+    assert type(loaded) is type(tiny_models.tiny_causal_lm())
+    assert not loaded.training
+    assert not any("lora" in name for name, _ in loaded.named_parameters())
+    assert all(parameter.requires_grad for parameter in loaded.parameters())
+    torch.testing.assert_close(
+        loaded(input_ids=IDS).logits, adapted(input_ids=IDS).logits, atol=1e-4, rtol=1e-4
+    )
+    assert float((loaded(input_ids=IDS).logits - before).abs().max()) > 0.1
+
+
+def test_settings_and_tokenizer_of_an_adapter_are_its_bases_unless_it_has_its_own(
+    base: Path, tmp_path: Path
+) -> None:
+    GenerationConfig(eos_token_id=7).save_pretrained(base)
+    save_adapter(load_causal_lm(base, torch.float32), tmp_path / "adapter")
+    settings = load_settings(tmp_path / "adapter")
+    assert settings.context_tokens == 256
+    assert settings.generation_config is not None
+    assert settings.generation_config.eos_token_id == 7
+    assert load_tokenizer(tmp_path / "adapter").chat_template is None
+    tiny_models.tiny_tokenizer(tmp_path / "adapter", chat_template=tiny_models.CHAT_TEMPLATE)
+    assert load_tokenizer(tmp_path / "adapter").chat_template == tiny_models.CHAT_TEMPLATE
+
+
+def test_an_adapter_trained_on_a_merged_one_stands_on_both(base: Path, tmp_path: Path) -> None:
+    save_adapter(load_causal_lm(base, torch.float32), tmp_path / "first")
+    second = save_adapter(load_causal_lm(tmp_path / "first", torch.float32), tmp_path / "second")
+    loaded = load_causal_lm(tmp_path / "second", torch.float32)
+    torch.testing.assert_close(
+        loaded(input_ids=IDS).logits, second(input_ids=IDS).logits, atol=1e-4, rtol=1e-4
+    )
+
+
+def test_a_critic_grows_from_a_policy_with_its_adapter(base: Path, tmp_path: Path) -> None:
+    save_adapter(load_causal_lm(base, torch.float32), tmp_path / "adapter")
+    policy = load_causal_lm(tmp_path / "adapter", torch.float32)
+    critic = load_sequence_classifier(tmp_path / "adapter", torch.float32, fresh_head="zero")
+    for one, other in zip(critic.model.parameters(), policy.model.parameters(), strict=True):
+        assert torch.equal(one, other)
+    assert not critic.score.weight.any()
+
+
+@pytest.mark.filterwarnings("error:.*no trained score head")
+def test_a_reward_model_may_be_an_adapter_which_brings_the_score_head(base: Path, tmp_path: Path) -> None:
+    model = load_sequence_classifier(base, torch.float32, fresh_head="zero")
+    torch.nn.init.normal_(model.score.weight)
+    adapted = save_adapter(model, tmp_path / "adapter", "SEQ_CLS")
+    loaded = load_sequence_classifier(tmp_path / "adapter", torch.float32, fresh_head="zero")
+    torch.testing.assert_close(
+        loaded(input_ids=IDS).logits, adapted(input_ids=IDS).logits, atol=1e-4, rtol=1e-4
+    )
+    with pytest.raises(
+        ModelError, match="does not fit .*: it is of a sequence classifier, not of a language"
+    ):
+        load_causal_lm(tmp_path / "adapter", torch.float32)
+
+
+def test_an_adapter_without_its_base_says_what_is_missing(base: Path, tmp_path: Path) -> None:
+    save_adapter(load_causal_lm(base, torch.float32), tmp_path / "adapter")
+    tiny_models.tiny_causal_lm(folder=tmp_path / "wide", head_dim=16)
+    file = tmp_path / "adapter" / "adapter_config.json"
+    values = json.loads(file.read_text())
+
+    def refused(words: str, base_name: str | None) -> None:
+        file.write_text(json.dumps({**values, "base_model_name_or_path": base_name}))
+        with pytest.raises(ModelError, match=words):
+            load_causal_lm(tmp_path / "adapter", torch.float32)
+
+    refused("is a LoRA adapter whose adapter_config.json names no model as its base; set base_model", None)
+    refused("adapter_config.json names itself as its base", str(tmp_path / "adapter"))
+    refused(
+        "does not fit .*: Error.* in loading state_dict.*; correct base_model_name", str(tmp_path / "wide")
+    )
+    shutil.rmtree(base)
+    words = "is a LoRA adapter, and its base is missing: model '.*base' is no folder here"
+    refused(words, str(base))
+    with pytest.raises(ModelError, match=words):
+        load_settings(tmp_path / "adapter")
+    file.write_text("{")
+    with pytest.raises(ModelError, match=r"adapter_config.json cannot be read: .*; save the adapter again"):
+        load_settings(tmp_path / "adapter")
+
+
 # --- tokenizers, stop tokens, contexts
 
 
@@ -226,3 +341,27 @@ def test_a_permuted_vocabulary_of_the_same_size_is_refused() -> None:
         ModelError, match=r"differ in 58 tokens \(sizes 62 and 62; 'a' is 4 and 61, 'b' is 5 and 60"
     ):
         check_same_vocabulary(policy, reward)
+
+
+def sizes(vocab_size: int) -> ModelSettings:
+    return ModelSettings(tiny_models.tiny_config(vocab_size=vocab_size), None)
+
+
+def test_embeddings_for_more_than_the_policy_samples_are_harmless() -> None:
+    check_vocab_sizes(sizes(64), sizes(64), sizes(70), tiny_models.tiny_tokenizer())
+    check_vocab_sizes(sizes(62), None, None, tiny_models.tiny_tokenizer())
+
+
+def test_embeddings_for_less_are_refused() -> None:
+    tokenizer = tiny_models.tiny_tokenizer()
+    with pytest.raises(
+        ModelError,
+        match=r"the reward model's vocab_size is 62, the policy's 64: .*resize_token_embeddings\(64\)",
+    ):
+        check_vocab_sizes(sizes(64), sizes(62), sizes(64), tokenizer)
+    with pytest.raises(ModelError, match="the critic's vocab_size is 63, the policy's 64"):
+        check_vocab_sizes(sizes(64), None, sizes(63), tokenizer)
+    with pytest.raises(
+        ModelError, match=r"vocab_size is 61, but its tokenizer needs 62: .*resize_token_embeddings\(62\)"
+    ):
+        check_vocab_sizes(sizes(61), None, None, tokenizer)

@@ -150,3 +150,14 @@ def test_the_bound_is_tokens_times_the_best_cost() -> None:
     bound = bound_of(costs, {"sequential": runner}, num_warmup_steps=1)
     assert bound.step_s["sequential"] == pytest.approx(100 * 0.001 + 50 * (0.002 + 0.004))
     assert bound.share_reached["sequential"] == pytest.approx(0.4 / 0.8)
+
+
+def test_a_reward_that_is_an_object_is_named_as_it_was_given(tmp_path, recorded, monkeypatch) -> None:
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "partial_rewards.py").write_text(
+        "import functools\ndef scaled(scale, completions, **columns):\n    return [scale] * len(completions)\n"
+        "doubled = functools.partial(scaled, 2.0)\n"
+    )
+    train = load_train_config(overrides=["num_steps=4", "batch_size=4", "reward=partial_rewards:doubled"])
+    result = bench.run_bench(make_plan(tmp_path, train=train), Console(quiet=True))
+    assert result.workload.reward == "partial_rewards:doubled"

@@ -63,6 +63,15 @@ def refused(done: Done) -> str:
         (["bench", "--set", "overlap.delta=0"], "runner 'overcommit' needs overlap.delta > 0"),
         (["bench", "--steps", "2"], "num_steps=2 leaves nothing to measure after"),
         (["train", "--resume"], "--resume needs --out"),
+        (
+            ["train", "--resume", "--out", "new"],
+            "there is no checkpoint.pt in new: nothing was saved there yet",
+        ),
+        (
+            ["train", "--set", "learner.learning_rate=.inf"],
+            "learner.learning_rate = inf: Input should be a finite",
+        ),
+        (["train", "--seed", "4294967296"], "seed = 4294967296: Input should be less than"),
         (["report", "nowhere"], "cannot read results from nowhere"),
         (["train", "--reward", "nomodule:f"], "nomodule"),
     ],
@@ -116,11 +125,60 @@ def test_train_saves_a_model_resumes_and_refuses_to_mix_runs(oppo_kit, tmp_path)
     )
     assert yaml.safe_load((out / "config.yaml").read_text())["batch_size"] == 4
 
-    assert "holds config.yaml already; pass another --out" in refused(oppo_kit(*start))
+    assert "holds checkpoint.pt already; pass another --out, or (train) --resume" in refused(oppo_kit(*start))
     other = oppo_kit("train", *SMALL, "--steps", "9", "--out", str(out), "--resume")
     assert "another configuration (num_steps: saved 3, now 9)" in refused(other)
     again = oppo_kit("train", *SMALL, "--steps", "3", "--out", str(out), "--resume")
     assert again.returncode == 0, again.stderr
+
+
+def test_a_start_that_failed_leaves_its_folder_free(oppo_kit, tmp_path) -> None:
+    start = ["train", *SMALL, "--steps", "1", "--out", "run"]
+    assert "tensorbord" in refused(oppo_kit(*start, "--report-to", "tensorbord"))
+    assert "nope.jsonl" in refused(oppo_kit(*start, "--dataset", "nope.jsonl"))
+    done = oppo_kit(*start)
+    assert done.returncode == 0, done.stderr
+
+
+def test_an_out_that_is_no_folder_is_refused(oppo_kit, tmp_path) -> None:
+    (tmp_path / "file").write_text("")
+    assert "--out file is a file; pass a folder" in refused(oppo_kit("train", "--out", "file"))
+    inside = oppo_kit("train", *SMALL, "--steps", "1", "--out", "file/below")
+    assert "cannot make the folder file/below: Not a directory" in refused(inside)
+
+
+def test_a_resumed_log_has_every_step_once(oppo_kit, tmp_path, monkeypatch) -> None:
+    from harness import training
+
+    start = ["train", *SMALL, "--steps", "4", "--save-every", "2", "--out", "run"]
+    saved = training.save_checkpoint
+
+    def save_until_killed(folder, engine):
+        if engine.num_steps_done == 4:
+            raise KeyboardInterrupt
+        return saved(folder, engine)
+
+    monkeypatch.setattr(training, "save_checkpoint", save_until_killed)
+    with pytest.raises(KeyboardInterrupt):
+        oppo_kit(*start)
+    with (tmp_path / "run" / "steps.jsonl").open("a") as log:
+        log.write('{"step": 4, "half')
+    monkeypatch.setattr(training, "save_checkpoint", saved)
+    done = oppo_kit(*start, "--resume")
+    assert done.returncode == 0, done.stderr
+    lines = (tmp_path / "run" / "steps.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == [0, 1, 2, 3]
+
+
+def test_a_run_that_learns_nothing_does_not_end_as_a_success(oppo_kit, tmp_path) -> None:
+    (tmp_path / "huge_rewards.py").write_text(
+        "def huge(prompts, completions, **columns):\n    return [(-1) ** i * 3e38 for i in range(len(prompts))]\n"
+    )
+    arguments = ["train", *SMALL, "--steps", "6", "--reward", "huge_rewards:huge", "--out", "run"]
+    assert "the loss was not finite in 3 steps in a row, so nothing is learned" in refused(
+        oppo_kit(*arguments)
+    )
+    assert not (tmp_path / "run" / "model").exists()
 
 
 def test_a_reward_function_trains_and_a_broken_one_is_named(oppo_kit, tmp_path) -> None:

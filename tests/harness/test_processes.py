@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 
+import psutil
 import pytest
 
 from harness.processes import run_in_process
@@ -28,14 +30,16 @@ def make_module(tmp_path, monkeypatch):
 def test_progress_and_result_come_back(tmp_path, make_module) -> None:
     module = make_module(
         "import sys, os\n"
-        "print('{\"progress\": {\"step\": 0}}'); print('chatter')\n"
+        "from harness.runners.link import connect_to_parent\n"
+        "progress = connect_to_parent()\n"
+        "print('{\"step\": 0}', file=progress, flush=True); print('{\"chatter\"', flush=True)\n"
         "assert os.environ['OMP_NUM_THREADS'] == '1'\n"
         'open(sys.argv[2], \'w\').write(\'{"median": 2, "low": 1, "high": 3, "pairs": [2]}\')\n'
     )
     seen: list[dict] = []
     ratio = run_in_process(SPEC, tmp_path / "run", Ratio, module=module, on_progress=seen.append)
     assert (ratio.median, seen) == (2.0, [{"step": 0}])
-    assert "chatter" in (tmp_path / "run" / "log.txt").read_text()
+    assert '{"chatter"' in (tmp_path / "run" / "log.txt").read_text()
 
 
 def test_a_failure_brings_the_end_of_its_log(tmp_path, make_module) -> None:
@@ -63,10 +67,40 @@ def test_an_old_result_is_never_taken_for_a_new_one(tmp_path, make_module) -> No
 
 
 def test_an_interrupt_ends_the_child(tmp_path, make_module) -> None:
-    module = make_module("import time; print('{\"progress\": {}}', flush=True); time.sleep(60)")
+    module = make_module("import time; print('{}', flush=True); time.sleep(60)")
 
     def interrupt(facts: dict) -> None:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
         run_in_process(SPEC, tmp_path / "run", Ratio, module=module, on_progress=interrupt)
+
+
+def test_a_parent_that_is_killed_takes_its_child_along(tmp_path, make_module) -> None:
+    module = make_module(
+        "import os, time\n"
+        "from harness.runners.link import connect_to_parent\n"
+        "print(f'{{\"pid\": {os.getpid()}}}', file=connect_to_parent(), flush=True)\n"
+        "time.sleep(120)\n"
+    )
+    parent_code = (
+        "import sys; from pathlib import Path; from harness.processes import run_in_process\n"
+        "from harness.runners.base import RunSpec; from harness.schema import Ratio\n"
+        "from oppo_kit.config import TrainConfig\n"
+        "run_in_process(RunSpec(runner='trl', seed=0, train=TrainConfig()), Path(sys.argv[1]), Ratio,"
+        f" module='{module}', on_progress=lambda facts: print(facts['pid'], flush=True))\n"
+    )
+    parent = subprocess.Popen(
+        [sys.executable, "-c", parent_code, str(tmp_path / "run")], stdout=subprocess.PIPE, text=True
+    )
+    with parent:
+        assert parent.stdout is not None
+        child = psutil.Process(int(parent.stdout.readline()))
+        parent.kill()
+        assert child.wait(timeout=60) is None or not child.is_running()
+
+
+def test_a_result_that_cannot_be_read_is_named(tmp_path, make_module) -> None:
+    module = make_module("import sys; open(sys.argv[2], 'w').write('{}')")
+    with pytest.raises(PartFailedError, match="runner 'trl', seed 3, wrote an unusable result"):
+        run_in_process(SPEC, tmp_path / "run", Ratio, module=module)

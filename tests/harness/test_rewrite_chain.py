@@ -189,11 +189,12 @@ def test_about_one_step_in_six_is_wrong_and_a_third_of_those_is_noticed() -> Non
         RIGHT + "<pad><pad>",
         "=58-2+1x=57-2+1=55+1=56<eos>",  # a wrong step, withdrawn
         "=57-2+1x=57-2+1=55+1=56<eos>",  # a right step, withdrawn and redone
-        "=58-2+1=55+1=56<eos>",  # 58 - 2 = 55 cancels the first error: only the answer counts
+        "=0x=99x=57-2+1=55+1=56<eos>",  # two tries withdrawn, whatever they held
     ],
 )
-def test_a_finished_chain_with_the_exact_answer_is_correct(response: str) -> None:
+def test_a_finished_chain_of_right_steps_is_correct(response: str) -> None:
     assert chain.is_correct(PROBLEM, response)
+    assert chain.has_right_answer(PROBLEM, response)
 
 
 @pytest.mark.parametrize(
@@ -219,6 +220,35 @@ def test_a_finished_chain_with_the_exact_answer_is_correct(response: str) -> Non
 )
 def test_anything_else_is_not_correct(response: str) -> None:
     assert not chain.is_correct(PROBLEM, response)
+    assert not chain.has_right_answer(PROBLEM, response)
+
+
+@pytest.mark.parametrize(
+    "response",
+    [
+        "=58-2+1=55+1=56<eos>",  # 58 - 2 = 55 cancels the first error
+        "=57-2+1=54+1=56<eos>",
+        "=57-2=55+1=56<eos>",  # a term lost and found again
+        "=58-2+1=57-2+1x=55+1=56<eos>",  # the right step is withdrawn, the wrong one stands
+        "=057-2+1=55+1=56<eos>",
+    ],
+)
+def test_a_right_answer_after_a_wrong_step_is_not_correct(response: str) -> None:
+    assert chain.has_right_answer(PROBLEM, response)
+    assert not chain.is_correct(PROBLEM, response)
+
+
+@given(seeds, term_counts)
+def test_a_response_is_correct_exactly_if_its_answer_is_right_and_no_standing_step_wrong(
+    seed: int, count: int
+) -> None:
+    problem = problem_from(seed, count)
+    response = chain.noisy_response(problem, random.Random(seed), wrong_step_frac=0.3)
+    wrong_steps = [
+        s for s in chain.check_chain(problem, response).steps if not (s.is_valid or s.is_withdrawn)
+    ]
+    assert chain.is_correct(problem, response) == (not wrong_steps)
+    assert chain.has_right_answer(problem, response) >= chain.is_correct(problem, response)
 
 
 def test_steps_are_judged_against_what_stands_before_them() -> None:
@@ -230,11 +260,10 @@ def test_steps_are_judged_against_what_stands_before_them() -> None:
     assert chain.check_steps(PROBLEM, "=57-2=55<eos>") == [False, True]
 
 
-def test_errors_that_cancel_leave_the_answer_correct_but_not_the_chain() -> None:
-    response = "=58-2+1=55+1=56<eos>"
-    assert chain.is_correct(PROBLEM, response)
-    assert not chain.check_chain(PROBLEM, response).is_chain_right
-    assert chain.check_chain(PROBLEM, RIGHT).is_chain_right
+def test_a_chain_is_right_as_far_as_it_goes_if_its_standing_steps_are() -> None:
+    assert chain.check_chain(PROBLEM, "=57-2+1").is_chain_right
+    assert not chain.check_chain(PROBLEM, "=58-2+1=55+1=56<eos>").is_chain_right
+    assert not chain.check_chain(PROBLEM, "5" + RIGHT).is_chain_right
 
 
 @given(st.text(alphabet=chain.CHARACTERS, max_size=40), st.booleans())

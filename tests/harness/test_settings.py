@@ -26,6 +26,8 @@ def test_delta_is_half_of_b_where_nobody_says_anything() -> None:
     assert load_train_config(overrides=["overlap.delta=0"]).overlap.delta == 0
     assert load_train_config(overrides=["overlap.schedule=sequential"]).overlap.delta == 0
     assert load_train_config(options={"task": "math"}).overlap.delta == 32
+    assert load_train_config(overrides=["batch_size='8'"]).overlap.delta == 4
+    assert load_train_config(overrides=["overlap.max_age=0"]).overlap.delta == 0
 
 
 @pytest.mark.parametrize(
@@ -66,6 +68,13 @@ def test_a_file_that_is_no_configuration_is_refused(tmp_path, text, message) -> 
     file = tmp_path / "run.yaml"
     file.write_text(text)
     with pytest.raises(ConfigError, match=message):
+        load_train_config(file)
+
+
+def test_a_file_in_another_encoding_is_refused(tmp_path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_bytes("model: tiny # Größe".encode("latin-1"))
+    with pytest.raises(ConfigError, match="is no UTF-8 text; save it as UTF-8"):
         load_train_config(file)
 
 

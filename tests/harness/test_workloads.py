@@ -325,6 +325,11 @@ def test_a_missing_prompt_column_lists_the_nearest(tmp_path: Path) -> None:
         ("d.jsonl", b"\xff\xfe", "cannot be read"),
         ("d.jsonl", b"\n", "has no rows"),
         ("d.parquet", b"no parquet", "cannot be read"),
+        (
+            "d.json",
+            b"[]",
+            r"nor a hub id \(owner/name\); write it as JSONL, one object per line, in a .jsonl",
+        ),
         ("d.csv", b"prompt\na\n", r"neither a .jsonl nor a .parquet file nor a hub id"),
     ],
 )
@@ -504,10 +509,54 @@ def test_a_data_set_too_small_to_split_says_so(
     assert made.prompt_column == "ask"
     assert len(made.prompts) == 3
     assert [prompt.columns["ask"] for prompt in made.eval_prompts] == ["a", "b"]
-    assert "has 3 rows, too few to hold any out" in caplog.text
+    assert "has 3 rows (3 different prompts), too few to hold any out" in caplog.text
     drawn = [made.prompts.draw(i).columns["ask"] for i in range(300)]
     assert all(sorted(drawn[i : i + 3]) == ["a", "b", "c"] for i in range(0, 300, 3))
     assert any(first != second for first, second in pairwise(drawn[i : i + 3] for i in range(0, 300, 3)))
+
+
+def test_a_data_set_of_one_prompt_is_not_split_wherever_that_prompt_falls(
+    folders: dict[str, str], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    texts = [f"say {number}" for number in range(100)]
+    for is_out in (True, False):
+        text = next(text for text in texts if is_held_out(repr(text)) == is_out)
+        (tmp_path / "one.jsonl").write_text(f"{json.dumps({'prompt': text})}\n" * 60)
+        caplog.clear()
+        made = workload(
+            2, model=folders["policy"], reward=folders["reward"], dataset=str(tmp_path / "one.jsonl")
+        )
+        assert (len(made.prompts), len(made.eval_prompts)) == (60, 2)
+        assert "has 60 rows (1 different prompts), too few to hold any out" in caplog.text
+
+
+def test_reward_and_critic_need_an_embedding_for_every_id_of_the_policy(
+    folders: dict[str, str], prompt_file: str, tmp_path: Path
+) -> None:
+    for size in (61, 64):
+        tiny_models.tiny_config(vocab_size=size).save_pretrained(tmp_path / str(size))
+        tiny_models.tiny_tokenizer(tmp_path / str(size))
+    large, small = str(tmp_path / "64"), str(tmp_path / "61")
+    with pytest.raises(ModelError, match="the reward model's vocab_size is 62, the policy's 64"):
+        workload(model=large, reward=folders["reward"], dataset=prompt_file)
+    with pytest.raises(ModelError, match="the critic's vocab_size is 61, the policy's 62"):
+        workload(model=folders["policy"], reward=folders["reward"], critic=small, dataset=prompt_file)
+    with pytest.raises(ModelError, match="the policy's vocab_size is 61, but its tokenizer needs 62"):
+        workload(model=small, reward="harness.workloads.tiny:chain_reward", dataset=prompt_file)
+
+
+def test_a_callable_object_is_named_by_its_class(
+    folders: dict[str, str], prompt_file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "rewards_of_objects.py").write_text(
+        "class Brevity:\n    def __call__(self, completions, **columns):\n        return [0.0] * len(completions)\n"
+        "brevity = Brevity()\n"
+    )
+    made = workload(model=folders["policy"], reward="rewards_of_objects:brevity", dataset=prompt_file)
+    with pytest.raises(ConfigError, match=r"the reward is a function \(Brevity\), not a model"):
+        made.make_reward()
 
 
 # --- limits
