@@ -203,7 +203,7 @@ def _number(value: Any, name: str, rollout: Rollout) -> float | None:
                 f"reward function {name!r} returned a number too large for a float ({type(value).__name__}) for "
                 f"draw {rollout.key.draw_id}; return one of ordinary size, or None to abstain"
             ) from error
-        except (TypeError, ValueError, RuntimeError):  # RuntimeError: a tensor of several numbers
+        except (TypeError, ValueError, RuntimeError):  # RuntimeError: a complex tensor
             pass
     raise RewardError(
         f"reward function {name!r} returned {value!r} ({type(value).__name__}) for draw "

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, Literal, Protocol
 
 import torch
+from torch import nn
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -214,15 +215,15 @@ def check_same_vocabulary(
 
 def check_vocab_sizes(
     policy: HasConfig,
-    reward: HasConfig | None,
-    critic: HasConfig | None,
+    reward: HasConfig | nn.Module | None,
+    critic: HasConfig | nn.Module | None,
     tokenizer: PreTrainedTokenizerBase,
 ) -> None:
     """Every id that the policy can be given or sample has an embedding in it, the reward model and the critic.
 
     Args:
         policy: the model or its settings, as the next two.
-        reward: None with a reward that is no model.
+        reward: None with a reward that is no model; a module without a configuration is not checked.
         critic: None without one.
         tokenizer: the policy's.
 
@@ -237,15 +238,15 @@ def check_vocab_sizes(
             f"embedding; pass the model's own tokenizer, or save the model after resize_token_embeddings({needed})"
         )
     for role, model in (("reward model", reward), ("critic", critic)):
-        if model is not None and _vocab_size(model) < size:
+        if hasattr(model, "config") and (own := _vocab_size(model)) < size:
             raise ModelError(
-                f"the {role}'s vocab_size is {_vocab_size(model)}, the policy's {size}: the policy could sample ids "
+                f"the {role}'s vocab_size is {own}, the policy's {size}: the policy could sample ids "
                 f"that the {role} has no embedding for; pass a {role} with the policy's vocab_size, or save it "
                 f"after resize_token_embeddings({size})"
             )
 
 
-def _vocab_size(model: HasConfig) -> int:
+def _vocab_size(model: Any) -> int:
     return int(model.config.get_text_config().vocab_size)
 
 
@@ -273,14 +274,10 @@ def _merge(model: PreTrainedModel, adapter: str, *, is_classifier: bool) -> tupl
 
     A classifier may have a language model's adapter, from which it has the backbone; not the other way round.
     """
-    from peft import PeftConfig, PeftModel
+    from peft import PeftModel
 
     try:
-        config: Any = PeftConfig.from_pretrained(adapter)
-        if not is_classifier and config.task_type == "SEQ_CLS":
-            raise ValueError("it is of a sequence classifier, not of a language model")
-        if is_classifier and config.task_type != "SEQ_CLS":
-            config.task_type = None  # what PEFT wants of a language model is of no use here
+        config = _adapter_config(adapter, is_classifier)
         merged: Any = PeftModel.from_pretrained(model, adapter, config=config)
         model = merged.merge_and_unload()
     except (OSError, ValueError, TypeError, AttributeError, RuntimeError) as error:
@@ -288,8 +285,21 @@ def _merge(model: PreTrainedModel, adapter: str, *, is_classifier: bool) -> tupl
             f"the LoRA adapter in {adapter} does not fit {model.name_or_path}: {_first_line(error)}; correct "
             f"base_model_name_or_path in its {_ADAPTER_CONFIG}, or pass a model with the adapter merged"
         ) from error
-    model.name_or_path = adapter  # so that an adapter trained on the merged model names it as its base
+    model.name_or_path = str(
+        Path(adapter).resolve()
+    )  # so that an adapter trained on the merged model names it as its base
     return model.requires_grad_(True), set(getattr(config, "modules_to_save", None) or ())
+
+
+def _adapter_config(adapter: str, is_classifier: bool) -> Any:
+    from peft import PeftConfig
+
+    config: Any = PeftConfig.from_pretrained(adapter)
+    if not is_classifier and config.task_type == "SEQ_CLS":
+        raise ValueError("it is of a sequence classifier, not of a language model")
+    if is_classifier and config.task_type != "SEQ_CLS":
+        config.task_type = None  # what PEFT wants of a language model is of no use here
+    return config
 
 
 def _load(

@@ -215,10 +215,10 @@ def test_a_function_that_exits_does_not_end_the_training_as_if_it_were_complete(
             score(function)
 
 
-@pytest.mark.parametrize("value", [10**400, -(10**5000)])
-def test_a_number_too_large_for_a_float_is_refused_without_being_printed(value: int) -> None:
+@pytest.mark.parametrize("exponent", [400, 5000])
+def test_a_number_too_large_for_a_float_is_refused_without_being_printed(exponent: int) -> None:
     def huge(**columns: Any) -> list[Any]:
-        return [0.0, value, 0.0]
+        return [0.0, 10**exponent, 0.0]
 
     with pytest.raises(
         RewardError, match=r"'huge' returned a number too large for a float \(int\) for draw 8; return one of"
@@ -246,7 +246,7 @@ def test_another_number_of_results_is_refused_and_never_broadcast(results: Any, 
         score(one)
 
 
-@pytest.mark.parametrize("value", ["1.0", [1.0], {}, b"1", torch.tensor([1.0, 2.0])])
+@pytest.mark.parametrize("value", ["1.0", [1.0], {}, b"1", torch.tensor([1.0, 2.0]), torch.tensor(1j)])
 def test_a_result_that_is_no_number_names_function_and_draw(value: Any) -> None:
     def odd(**columns: Any) -> list[Any]:
         return [0.0, value, 0.0]

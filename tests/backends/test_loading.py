@@ -222,9 +222,13 @@ def test_settings_and_tokenizer_of_an_adapter_are_its_bases_unless_it_has_its_ow
     assert load_tokenizer(tmp_path / "adapter").chat_template == tiny_models.CHAT_TEMPLATE
 
 
-def test_an_adapter_trained_on_a_merged_one_stands_on_both(base: Path, tmp_path: Path) -> None:
+def test_an_adapter_trained_on_a_merged_one_stands_on_both(
+    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     save_adapter(load_causal_lm(base, torch.float32), tmp_path / "first")
-    second = save_adapter(load_causal_lm(tmp_path / "first", torch.float32), tmp_path / "second")
+    with monkeypatch.context() as patch:
+        patch.chdir(tmp_path)
+        second = save_adapter(load_causal_lm("first", torch.float32), tmp_path / "second")
     loaded = load_causal_lm(tmp_path / "second", torch.float32)
     torch.testing.assert_close(
         loaded(input_ids=IDS).logits, second(input_ids=IDS).logits, atol=1e-4, rtol=1e-4
@@ -349,7 +353,7 @@ def sizes(vocab_size: int) -> ModelSettings:
 
 def test_embeddings_for_more_than_the_policy_samples_are_harmless() -> None:
     check_vocab_sizes(sizes(64), sizes(64), sizes(70), tiny_models.tiny_tokenizer())
-    check_vocab_sizes(sizes(62), None, None, tiny_models.tiny_tokenizer())
+    check_vocab_sizes(sizes(62), None, torch.nn.Linear(2, 2), tiny_models.tiny_tokenizer())
 
 
 def test_embeddings_for_less_are_refused() -> None:
