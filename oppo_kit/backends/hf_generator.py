@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from oppo_kit.backends.forward import cache_keyword, causal_model, response_logprobs
+from oppo_kit.backends.preallocated_cache import PreallocatedCache, compaction
 from oppo_kit.errors import DataError, ModelError, NonFiniteError
 from oppo_kit.ops.batching import pad_prompts_and_responses
 from oppo_kit.ops.noise import gumbel_noise, stream_key
@@ -89,7 +90,7 @@ class HFGenerator:
         self._seed = seed
         self._version = 0
         self._rows: list[_Row] = []
-        self._cache: Any = None
+        self._cache: PreallocatedCache | None = None
         self._width = 0
         self._num_padding: Tensor | None = None
         self._probe()
@@ -126,10 +127,11 @@ class HFGenerator:
         if rollouts:
             self._cache = None
 
+    @torch.inference_mode()
     def evict(self, keys: Sequence[RolloutKey]) -> None:
         """Forget live rollouts; the unknown are ignored."""
         gone = set(keys)
-        self._keep([index for index, row in enumerate(self._rows) if row.key not in gone])
+        self._keep([row.key not in gone for row in self._rows])
 
     @torch.no_grad()
     def load_weights(self, version: int) -> None:
@@ -234,6 +236,7 @@ class HFGenerator:
         return self._forward(last_ids, self._lengths()[:, None] - 1)
 
     def _prefill(self) -> Tensor:
+        self._cache = PreallocatedCache()
         lengths = [len(row.token_ids) for row in self._rows]
         self._width = max(lengths)
         input_ids = torch.zeros(len(lengths), self._width, dtype=torch.int64)
@@ -254,7 +257,6 @@ class HFGenerator:
             logits_to_keep=1,
             **{self._cache_keyword: self._cache},
         )
-        self._cache = outputs[self._cache_keyword]
         return outputs.logits[:, -1]
 
     def _lengths(self) -> Tensor:
@@ -269,17 +271,17 @@ class HFGenerator:
     def _take(self, is_leaving: Any, tick: int, finish_reason: FinishReason) -> list[TokenChunk]:
         leaving = [row for row in self._rows if is_leaving(row)]
         if leaving:
-            self._keep([index for index, row in enumerate(self._rows) if not is_leaving(row)])
+            self._keep([not is_leaving(row) for row in self._rows])
         return [row.take_chunk(self._version, tick, finish_reason) for row in leaving]
 
-    def _keep(self, indices: list[int]) -> None:
-        if len(indices) == len(self._rows):
+    def _keep(self, is_kept: list[bool]) -> None:
+        if all(is_kept):
             return
+        indices = compaction(is_kept)
         self._rows = [self._rows[index] for index in indices]
         if self._cache is None or not indices:
             self._cache = None
             return
-        kept = torch.tensor(indices, device=self._device)
         assert self._num_padding is not None
-        self._cache.batch_select_indices(kept)
-        self._num_padding = self._num_padding[kept]
+        self._cache.keep_rows(indices)
+        self._num_padding = self._num_padding[indices]
