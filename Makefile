@@ -27,8 +27,8 @@ help: ## list the targets
 	@echo
 	@echo 'variables: PYTHON=python3.11  TORCH_INDEX=URL  BENCH_ARGS="--quick"  PYTEST_ARGS="-k name"'
 
-bench: $(STAMP) ## TRL against sequential against overlapped PPO on the embedded model; report in runs/bench
-	$(BIN)/oppo-kit bench --algo ppo --out runs/bench $(BENCH_ARGS)
+bench: $(STAMP) ## TRL against sequential against overlapped PPO on the embedded model; report below runs/
+	$(BIN)/oppo-kit bench --algo ppo $(BENCH_ARGS)
 
 test: $(STAMP) ## the whole test suite
 	$(QUIET_ENV) $(BIN)/python -m pytest $(PYTEST_ARGS)

@@ -66,7 +66,7 @@ def bench(
     pairs: Annotated[
         int, typer.Option(min=1, help="repetitions, each with its own seed; 3 or more to be quoted")
     ] = 3,
-    evaluations: Annotated[int, typer.Option(min=1, help="evaluations during a run, besides the first")] = 4,
+    evaluations: Annotated[int, typer.Option(min=1, help="evaluations during a run, besides the first")] = 2,
     eval_problems: Annotated[int, typer.Option(min=1, help="size of the fixed held-out set")] = 512,
     warmup: Annotated[int, typer.Option(min=0, help="first steps that no ratio counts")] = 2,
     threads: Annotated[

@@ -29,7 +29,7 @@ class OverlapConfig(_Frozen):
         default=2, ge=0, description="versions a group may wait before its step waits for it; 1 to 4"
     )
     chunk_tokens: int = Field(
-        default=16, ge=1, description="tokens per response between two looks at it; 8 to 512"
+        default=8, ge=1, description="tokens per response between two looks at it; 8 to 512"
     )
     score_at: Literal["batch", "sample"] = Field(
         default="batch", description="score when the batch is chosen, or each response as it ends"

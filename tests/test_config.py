@@ -17,7 +17,10 @@ from oppo_kit.errors import ConfigError
             {"actor_lora": {"rank": 3}},
             r"unknown key 'actor_lora.rank'; .*known: lora_alpha, lora_dropout, r, target",
         ),
-        ({"sampling": {"temperature": 0}}, "sampling.temperature = 0: Input should be greater than 0"),
+        (
+            {"sampling": {"temperature": 0}},
+            "sampling.temperature = 0: Input should be greater than or equal to 0.01",
+        ),
         (
             {"batch_size": 4, "overlap": {"delta": 9}},
             "overlap.delta=9 exceeds batch_size × max_age = 8.*lower delta",

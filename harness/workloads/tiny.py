@@ -27,10 +27,10 @@ class TinyTask:
             "batch_size": 32,
             "sampling": {"temperature": 1.0, "response_length": 256},
             "learner": {"learning_rate": 2e-4, "lr_scheduler_type": "constant", "max_grad_norm": None},
-            "num_steps": 30,
+            "num_steps": 24,
         }
     )
-    # One pass with four optimizer steps, and little pull towards the start: the policy is to improve in 30 steps.
+    # One pass with four optimizer steps, and little pull towards the start: the policy is to improve in 24 steps.
     algorithm_overrides: Mapping[str, Mapping[str, Any]] = MappingProxyType(
         {"ppo": {"algo_config": {"num_ppo_epochs": 1, "num_mini_batches": 4, "kl_coef": 0.01, "lam": 1.0}}}
     )

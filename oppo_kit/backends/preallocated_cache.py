@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, DynamicLayer
 
@@ -20,7 +19,7 @@ _MIN_COLUMNS = 64
 
 
 class PreallocatedLayer(DynamicLayer):
-    """One layer's buffers ``[rows, heads, columns, head size]``; ``keys`` and ``values`` are views of their used part."""
+    """One layer's buffers ``[rows, heads, columns, head size]``; ``keys`` and ``values`` are views of what is used."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -28,8 +27,12 @@ class PreallocatedLayer(DynamicLayer):
         self._value_buffer: Tensor | None = None
 
     def update(
-        self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
-    ) -> tuple[Tensor, Tensor]:  # noqa: ARG002
+        self,
+        key_states: Tensor,
+        value_states: Tensor,
+        *args: object,  # noqa: ARG002
+        **kwargs: object,  # noqa: ARG002
+    ) -> tuple[Tensor, Tensor]:
         """Write new columns behind the used ones; returns all keys and values so far, without copying them."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)

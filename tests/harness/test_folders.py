@@ -10,12 +10,12 @@ from oppo_kit.errors import ConfigError, StateError
 
 def test_a_second_claim_is_refused_and_a_released_one_is_free(tmp_path) -> None:
     pytest.importorskip("fcntl")
-    with locked(tmp_path / "run"):
-        with pytest.raises(
-            StateError, match="another process is at work in .*run; wait for it, or pass another"
-        ):
-            with locked(tmp_path / "run"):
-                pass
+    with (
+        locked(tmp_path / "run"),
+        pytest.raises(StateError, match="another process is at work in .*run; wait for it, or pass another"),
+        locked(tmp_path / "run"),
+    ):
+        pass
     with locked(tmp_path / "run"):
         pass
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import pytest
+import contextlib
+
 from fakes import VirtualClock
 
 from oppo_kit.telemetry.stopwatch import Stopwatch
@@ -35,7 +36,7 @@ def test_a_stage_that_raises_is_still_measured() -> None:
     clock = VirtualClock()
     watch = Stopwatch(clock, stages=("score",))
     watch.start_step()
-    with pytest.raises(KeyError), watch.measure("score"):
+    with contextlib.suppress(KeyError), watch.measure("score"):
         clock.time_s += 5
         raise KeyError
     assert watch.stop_step()["score_s"] == 5.0
