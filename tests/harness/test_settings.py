@@ -18,7 +18,7 @@ def test_the_layers_go_from_defaults_over_task_and_file_to_options_and_sets(tmp_
     assert (train.sampling.response_length, train.sampling.temperature) == (99, 0.5)
     assert train.algo_config["lam"] == 0.9
     assert train.algo_config["num_mini_batches"] == 4, "the task's own setting for PPO"
-    assert train.learner.learning_rate == 2e-4, "the task's own setting"
+    assert train.learner.learning_rate == 1.2e-4, "the task's own setting"
 
 
 def test_delta_is_half_of_b_where_nobody_says_anything() -> None:
