@@ -216,3 +216,23 @@ def test_the_probe_leaves_no_trace(kind: str) -> None:
     generator = HFGenerator(tiny_causal_lm(kind), temperature=0.5, stop_token_ids=[STOP_ID], seed=0)
     assert generator.num_live == 0
     assert generator.decode(3) == []
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings"),
+    [
+        ("mistral", {"sliding_window": 5}),
+        ("qwen2", {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}),
+        ("llama", {"tie_word_embeddings": True}),
+    ],
+)
+def test_sliding_windows_and_tied_embeddings_sample_as_they_would_alone(kind: str, settings: dict) -> None:
+    model = tiny_causal_lm(kind, **settings)
+    generator = HFGenerator(model, temperature=0.9, stop_token_ids=[STOP_ID], seed=5)
+    rollouts = [make_rollout(draw, 1 + draw * 3, limit=8 + 6 * draw) for draw in range(4)]
+    generator.admit(rollouts)
+    decode_all(generator, rollouts, 5)
+    for rollout in rollouts:
+        token_ids, logprobs = sample_alone(model, rollout, temperature=0.9, seed=5)
+        assert rollout.token_ids == token_ids
+        assert rollout.behaviour_logprobs == pytest.approx(logprobs, abs=1e-5)
