@@ -9,6 +9,7 @@ rollout; ``train_s`` all the rest of the step, TRL's own housekeeping included. 
 from __future__ import annotations
 
 import contextlib
+import math
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -96,7 +97,7 @@ class Recorder(TrainerCallback):
         self._evaluate = evaluate
         self._on_step = on_step
         self._meter = meter
-        self._logs: dict[str, float] = {}
+        self._logs: dict[str, float | None] = {}
         self._started_s = 0.0
 
     def on_train_begin(self, *_: Any, **kwargs: Any) -> None:
@@ -107,7 +108,9 @@ class Recorder(TrainerCallback):
 
     def on_log(self, *_: Any, **kwargs: Any) -> None:
         """Keep what TRL says about the step."""
-        self._logs = {name: float(value) for name, value in kwargs["logs"].items()}
+        self._logs = {
+            name: float(value) if math.isfinite(value) else None for name, value in kwargs["logs"].items()
+        }
 
     def on_step_end(self, *_: Any, **kwargs: Any) -> None:
         """Read the clock first; all that follows is outside the step."""

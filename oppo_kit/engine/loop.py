@@ -17,10 +17,11 @@ from typing import Any
 
 from oppo_kit.config import OverlapConfig
 from oppo_kit.engine.buffer import OvercommitBuffer
+from oppo_kit.engine.checks import check_settings
 from oppo_kit.engine.schedules import create_schedule
 from oppo_kit.engine.scoring import ScoringDesk
 from oppo_kit.engine.state import STATE_VERSION, pack_group, unpack_group
-from oppo_kit.errors import ConfigError, NonFiniteError, OppoError, PartFailedError, StateError
+from oppo_kit.errors import NonFiniteError, OppoError, PartFailedError, StateError
 from oppo_kit.protocols import (
     Algorithm,
     Clock,
@@ -79,7 +80,7 @@ class OverlapEngine:
         listeners: Sequence[EventListener] = (),
     ) -> None:
         overlap = overlap or OverlapConfig()
-        _check_settings(algorithm, scorers, batch_size, num_steps, overlap)
+        check_settings(algorithm, scorers, batch_size, num_steps, overlap)
         self.algorithm = algorithm
         self.batch_size = batch_size
         self.num_steps = num_steps
@@ -375,30 +376,3 @@ class OverlapEngine:
     def _emit(self, kind: str, **facts: Any) -> None:
         for listener in self._listeners:
             listener(kind, {"time_s": self._stopwatch.now_s(), **facts})
-
-
-def _check_settings(
-    algorithm: Algorithm,
-    scorers: Mapping[str, ScorerHandle],
-    batch_size: int,
-    num_steps: int,
-    overlap: OverlapConfig,
-) -> None:
-    missing = sorted(algorithm.scorers - set(scorers))
-    if missing:
-        raise ConfigError(
-            f"algorithm {algorithm.name!r} needs the scorers {missing}, but only {sorted(scorers)} are given; "
-            "pass them in scorers={...}"
-        )
-    if batch_size < 1 or num_steps < 1:
-        raise ConfigError(f"batch_size={batch_size} and num_steps={num_steps} must both be at least 1")
-    if overlap.delta > batch_size * overlap.max_age:
-        raise ConfigError(
-            f"delta={overlap.delta} exceeds batch_size × max_age = {batch_size * overlap.max_age}, "
-            "so more than B groups could be due at once; lower delta or raise max_age"
-        )
-    if algorithm.num_mini_batches > batch_size:
-        raise ConfigError(
-            f"num_mini_batches={algorithm.num_mini_batches} exceeds batch_size={batch_size}: "
-            "a mini-batch would be empty"
-        )

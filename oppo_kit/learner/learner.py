@@ -195,7 +195,7 @@ class AccelerateLearner:
     def _check_weights(self) -> None:
         """Never go on, and never save, with weights that are not finite."""
         weights = [parameter.detach() for parameter in self._module.parameters() if parameter.requires_grad]
-        if not torch.isfinite(torch.stack(torch._foreach_norm(weights))).all():
+        if not torch.isfinite(nn.utils.get_total_norm(weights)):
             raise PartFailedError(
                 "the update made weights that are NaN or infinite; lower the learning rate "
                 f"({self.config.learning_rate}), and go on from the last checkpoint"
