@@ -131,10 +131,12 @@ def train(
 ) -> None:
     """Train a model and save it in Hugging Face format."""
     from harness.settings import load_train_config
-    from harness.training import run_training
+    from harness.training import CONFIG_NAME, run_training
     from oppo_kit.checkpoint import CHECKPOINT_NAME
 
     options = _options(algo, model, task, dataset, prompt_column, reward, actor_lora, batch_size, steps, seed)
+    if resume and out is not None and config is None and (out / CONFIG_NAME).exists():
+        config = out / CONFIG_NAME
     settings = load_train_config(config, options=options, overrides=sets or [])
     if resume and out is None:
         raise ConfigError("--resume needs --out, the folder of the run to go on with")

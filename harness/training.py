@@ -66,6 +66,9 @@ def run_training(
         _drop_later_steps(folder / LOG_NAME, engine.num_steps_done)
         try:
             _train(engine, folder, console, trackers, save_every)
+        except KeyboardInterrupt:
+            console.print(_farewell(engine, folder), markup=False)
+            raise
         finally:
             trackers.close()
         engine.learner.save_pretrained(folder / "model", workload.tokenizer)
@@ -97,6 +100,13 @@ def _train(
                 save_checkpoint(folder, engine)
 
 
+def _farewell(engine: OverlapEngine, folder: Path) -> str:
+    done = f"interrupted after step {engine.num_steps_done} of {engine.num_steps}"
+    if (folder / CHECKPOINT_NAME).exists():
+        return f"{done}; go on from the last checkpoint with: oppo-kit train --resume --out {folder}"
+    return f"{done}; nothing was saved, since no checkpoint was due: set --save-every"
+
+
 def step_metrics(report: StepReport) -> dict[str, float]:
     """TRL's metric names as the algorithm gives them, and ours under ``oppo/``."""
     numbers: Mapping[str, Any] = {
@@ -106,6 +116,7 @@ def step_metrics(report: StepReport) -> dict[str, float]:
     }
     lengths = report.trained_lengths
     ours = {f"oppo/{key}": float(value) for key, value in numbers.items()}
+    ours["oppo/rejected"] = float(sum(report.rejected.values()))
     ours |= {f"oppo/rejected/{reason}": float(count) for reason, count in report.rejected.items()}
     if lengths:
         ours["oppo/response_length_mean"] = sum(lengths) / len(lengths)

@@ -132,7 +132,7 @@ def test_train_saves_a_model_resumes_and_refuses_to_mix_runs(oppo_kit, tmp_path)
     assert "holds checkpoint.pt already; pass another --out, or (train) --resume" in refused(oppo_kit(*start))
     other = oppo_kit("train", *SMALL, "--steps", "9", "--out", str(out), "--resume")
     assert "another configuration (num_steps: saved 3, now 9)" in refused(other)
-    again = oppo_kit("train", *SMALL, "--steps", "3", "--out", str(out), "--resume")
+    again = oppo_kit("train", "--out", str(out), "--resume")
     assert again.returncode == 0, again.stderr
 
 
@@ -172,6 +172,21 @@ def test_a_resumed_log_has_every_step_once(oppo_kit, tmp_path, monkeypatch) -> N
     assert done.returncode == 0, done.stderr
     lines = (tmp_path / "run" / "steps.jsonl").read_text().splitlines()
     assert [json.loads(line)["step"] for line in lines] == [0, 1, 2, 3]
+
+
+def test_an_interrupted_run_says_how_to_go_on(oppo_kit, tmp_path, monkeypatch) -> None:
+    from harness import training
+
+    saved = training.save_checkpoint
+
+    def save_and_interrupt(folder, engine):
+        saved(folder, engine)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(training, "save_checkpoint", save_and_interrupt)
+    done = oppo_kit("train", *SMALL, "--steps", "3", "--save-every", "1", "--out", "run")
+    assert done.returncode == 130
+    assert "interrupted after step 1 of 3; go on from the last checkpoint" in " ".join(done.stdout.split())
 
 
 def test_a_run_that_learns_nothing_does_not_end_as_a_success(oppo_kit, tmp_path) -> None:
