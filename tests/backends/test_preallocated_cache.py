@@ -49,4 +49,6 @@ def test_a_token_is_written_in_place_while_the_buffer_has_room() -> None:
 
 
 def test_an_empty_cache_drops_rows_without_complaint() -> None:
-    PreallocatedCache().keep_rows([0])
+    cache = PreallocatedCache()
+    cache.keep_rows([0])
+    assert cache.get_seq_length() == 0
