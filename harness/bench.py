@@ -117,9 +117,7 @@ def _describe_workload(plan: BenchPlan) -> Workload:
         algorithm=train.algo,
         model=train.model,
         reward=train.reward or str(loaded.task.default_reward),
-        critic=(train.critic or "from the reward model" if loaded.reward_path else "from the policy")
-        if needs_critic
-        else None,
+        critic=_critic_of(train, has_reward_model=loaded.reward_path is not None) if needs_critic else None,
         batch_size=train.batch_size,
         group_size=load_algorithm_class(train.algo).group_size,
         num_steps=train.num_steps,
@@ -131,6 +129,11 @@ def _describe_workload(plan: BenchPlan) -> Workload:
         eval_sha256=hashlib.sha256(held_out.encode()).hexdigest(),
         config=train.model_dump(mode="json"),
     )
+
+
+def _critic_of(train: TrainConfig, *, has_reward_model: bool) -> str:
+    """What the critic starts from, in words."""
+    return train.critic or ("from the reward model" if has_reward_model else "from the policy")
 
 
 def _spec(plan: BenchPlan, runner: str, pair: int, num_threads: int) -> RunSpec:

@@ -161,3 +161,10 @@ def test_a_reward_that_is_an_object_is_named_as_it_was_given(tmp_path, recorded,
     train = load_train_config(overrides=["num_steps=4", "batch_size=4", "reward=partial_rewards:doubled"])
     result = bench.run_bench(make_plan(tmp_path, train=train), Console(quiet=True))
     assert result.workload.reward == "partial_rewards:doubled"
+
+
+def test_the_result_names_the_critic_that_was_asked_for() -> None:
+    assert bench._critic_of(load_train_config(), has_reward_model=True) == "from the reward model"
+    assert bench._critic_of(load_train_config(), has_reward_model=False) == "from the policy"
+    named = load_train_config(overrides=["critic=tiny"])
+    assert bench._critic_of(named, has_reward_model=False) == "tiny"

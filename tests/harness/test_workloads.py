@@ -66,7 +66,9 @@ def test_an_unknown_task_lists_the_nearest() -> None:
 
 def test_the_overrides_of_every_task_are_valid_settings() -> None:
     for name in task_names():
-        parse_config(TrainConfig, get_task(name).default_overrides)
+        overrides = get_task(name).default_overrides
+        train = parse_config(TrainConfig, overrides)
+        assert set(overrides) <= train.model_fields_set, name
 
 
 # --- stand-ins
