@@ -40,6 +40,7 @@ class AlgorithmBase(ABC):
     group_size: int = 1
     scorers: frozenset[str] = frozenset({"reward"})
     needs_critic: bool = False
+    needs_proximal: bool = False
 
     def __init__(self, config: AlgorithmConfig) -> None:
         self.config = config

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,13 +16,16 @@ from oppo_kit.backends.forward import causal_model, check_one_score
 from oppo_kit.backends.hf_generator import HFGenerator
 from oppo_kit.backends.hf_scorer import HFReferenceScorer, HFRewardScorer
 from oppo_kit.backends.loading import check_vocab_sizes, stop_token_ids
-from oppo_kit.config import LoraSettings, TrainConfig
+from oppo_kit.backends.sampler import Truncation
+from oppo_kit.config import LoraSettings, SamplingConfig, TrainConfig
 from oppo_kit.engine.loop import OverlapEngine
 from oppo_kit.learner.learner import AccelerateLearner
 from oppo_kit.placement.inline import InlinePlacement
 from oppo_kit.placement.thread import ThreadPlacement
 from oppo_kit.protocols import EventListener, PromptSource, Scorer, ScorerHandle
 from oppo_kit.registry import create_algorithm
+
+_logger = logging.getLogger(__name__)
 
 
 def build_engine(
@@ -80,6 +84,10 @@ def build_engine(
         temperature=temperature,
         stop_token_ids=stop_token_ids(tokenizer, causal_model(policy)) if stop_ids is None else stop_ids,
         seed=config.seed,
+        truncation=_truncation(config.sampling),
+        carried_cache=config.overlap.carried_cache,
+        has_prefix_logprobs=algorithm.needs_proximal,
+        batch_invariant=config.sampling.batch_invariant,
     )
     scorers: dict[str, ScorerHandle] = {}
     if "reward" in algorithm.scorers:
@@ -110,6 +118,19 @@ def add_adapter(policy: nn.Module, settings: LoraSettings) -> nn.Module:
 
     lora: Any = LoraConfig(task_type="CAUSAL_LM", **settings.model_dump())
     return get_peft_model(policy, lora)  # type: ignore[arg-type]
+
+
+def _truncation(sampling: SamplingConfig) -> Truncation | None:
+    if not sampling.is_truncated:
+        return None
+    _logger.warning(
+        "top_k=%d, top_p=%g, min_p=%g: responses are drawn from a truncated distribution, while log-probs and KL are "
+        "those of the full one; oppo/kept_mass in the metrics is the probability that was kept",
+        sampling.top_k,
+        sampling.top_p,
+        sampling.min_p,
+    )
+    return Truncation(top_k=sampling.top_k, top_p=sampling.top_p, min_p=sampling.min_p)
 
 
 def _frozen_reference(config: TrainConfig, policy: nn.Module) -> nn.Module | None:

@@ -34,6 +34,11 @@ class OverlapConfig(_Frozen):
     score_at: Literal["batch", "sample"] = Field(
         default="batch", description="score when the batch is chosen, or each response as it ends"
     )
+    carried_cache: Literal["recompute", "keep"] = Field(
+        default="recompute",
+        description="keys and values of carried responses at an update; keep saves their prefill, and what follows "
+        "is then sampled from no single policy",
+    )
 
     @model_validator(mode="after")
     def _sequential_has_no_delta(self) -> OverlapConfig:
@@ -56,6 +61,22 @@ class SamplingConfig(_Frozen):
     stop_token_ids: tuple[int, ...] | None = Field(
         default=None, description="tokens that end a response; null: the tokenizer's and the model's EOS"
     )
+    top_k: int = Field(default=0, ge=0, description="draw from the k most probable tokens only; 0: all")
+    top_p: float = Field(
+        default=1.0, gt=0, le=1, description="draw from the fewest tokens whose mass reaches p; 1: all"
+    )
+    min_p: float = Field(
+        default=0.0, ge=0, lt=1, description="draw from tokens p times as probable as the best; 0: all"
+    )
+    batch_invariant: bool = Field(
+        default=False,
+        description="float32 on a CPU: tokens equal to the bit whatever is decoded beside them; slower",
+    )
+
+    @property
+    def is_truncated(self) -> bool:
+        """Whether some tokens cannot be drawn, so that the policy that samples is not the one that is trained."""
+        return self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0
 
 
 class LearnerConfig(_Frozen):

@@ -113,6 +113,10 @@ class Algorithm(Protocol):
         """Whether ``RolloutBatch.values`` and ``PolicyOutputs.values`` are there."""
 
     @property
+    def needs_proximal(self) -> bool:
+        """Whether ``RolloutBatch.proximal_logprobs`` follow the weights; else they are the behaviour log-probs."""
+
+    @property
     def num_epochs(self) -> int:
         """Passes over a batch."""
 

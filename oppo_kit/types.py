@@ -67,6 +67,10 @@ class TokenChunk:
         version: the policy version that sampled all of them.
         last_tick: tick inside this ``decode`` call (1-based) at which the last token was sampled.
         finish_reason: ``"stop"`` if the last token is a stop token, ``"length"`` at the limit, None if live.
+        sampling_logprobs: log-probs of the tokens under the truncated distribution that they were drawn from;
+            None without top-k, top-p or min-p. exp(behaviour - sampling) is the probability mass that was kept.
+        prefix_logprobs: log-probs of all earlier tokens of the response under ``version``, when a carried response
+            was prefilled again by a generator that records them; else None.
     """
 
     key: RolloutKey
@@ -75,17 +79,35 @@ class TokenChunk:
     version: int
     last_tick: int
     finish_reason: FinishReason | None
+    sampling_logprobs: list[float] | None = None
+    prefix_logprobs: list[float] | None = None
 
 
 @dataclass(slots=True)
 class Rollout:
-    """One response in the making. The four per-token lists always have the same length."""
+    """One response in the making. The per-token lists always have the same length.
+
+    Attributes:
+        key: names it.
+        prompt: what it answers.
+        token_ids: the tokens so far.
+        behaviour_logprobs: their log-probs under the policy that sampled them, over the full vocabulary.
+        versions: that policy's version, by token.
+        proximal_logprobs: their log-probs under the newest policy that has read them: as behaviour where nothing
+            newer is recorded.
+        sampling_logprobs: see ``TokenChunk``; as behaviour without truncation.
+        finish_reason: why it ended; None while live.
+        end_tick: global tick of its last token.
+        scores: by scorer name.
+    """
 
     key: RolloutKey
     prompt: Prompt
     token_ids: list[int] = field(default_factory=list)
     behaviour_logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
+    proximal_logprobs: list[float] = field(default_factory=list)
+    sampling_logprobs: list[float] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     end_tick: int | None = None
     scores: dict[str, Score] = field(default_factory=dict)
@@ -105,6 +127,10 @@ class Rollout:
         self.token_ids.extend(chunk.token_ids)
         self.behaviour_logprobs.extend(chunk.behaviour_logprobs)
         self.versions.extend([chunk.version] * len(chunk.token_ids))
+        if chunk.prefix_logprobs is not None:
+            self.proximal_logprobs[:] = chunk.prefix_logprobs
+        self.proximal_logprobs.extend(chunk.behaviour_logprobs)
+        self.sampling_logprobs.extend(chunk.sampling_logprobs or chunk.behaviour_logprobs)
         if chunk.finish_reason is not None:
             self.finish_reason = chunk.finish_reason
             self.end_tick = base_tick + chunk.last_tick
@@ -163,6 +189,9 @@ class RolloutBatch:
         response_ids: [R, T] int64, zero past a row's end.
         response_lengths: [R] int64, in 0..T; the only source of validity.
         behaviour_logprobs: [R, T] float32, zero past a row's end.
+        proximal_logprobs: [R, T] float32, zero past a row's end; see ``Rollout``.
+        sampling_logprobs: [R, T] float32, zero past a row's end; see ``Rollout``.
+        is_current: [R, T] bool, tokens that ``version`` sampled.
         is_stopped: [R] bool, True when the response ended by a stop token.
         scores: by scorer name: [R] for a scalar, [R, T] (zero past the end) for one number a token.
         values: [R, T] critic values before the update, zero past the end; None without a critic.
@@ -174,6 +203,9 @@ class RolloutBatch:
     response_ids: Tensor
     response_lengths: Tensor
     behaviour_logprobs: Tensor
+    proximal_logprobs: Tensor
+    sampling_logprobs: Tensor
+    is_current: Tensor
     is_stopped: Tensor
     scores: dict[str, Tensor]
     values: Tensor | None = None
@@ -193,6 +225,12 @@ class RolloutBatch:
         """[R, T] bool, True on the tokens of the response."""
         return length_mask(self.response_lengths, self.response_ids.shape[1])
 
+    @property
+    def kept_mass_mean(self) -> float:
+        """Mean over tokens of the probability that truncation left to draw from; 1 without truncation."""
+        kept = (self.behaviour_logprobs - self.sampling_logprobs).exp()[self.response_mask]
+        return float(kept.mean()) if kept.numel() else 1.0
+
     @classmethod
     def from_groups(cls, groups: Sequence[Group], version: int) -> RolloutBatch:
         """Lay out ended, scored groups as padded tensors, sorted by draw id."""
@@ -200,13 +238,22 @@ class RolloutBatch:
         rollouts = [rollout for group in ordered for rollout in group.rollouts]
         num_tokens = max((len(rollout.token_ids) for rollout in rollouts), default=0)
         names = rollouts[0].scores if rollouts else {}
+
+        def by_token(name: str) -> Tensor:
+            return pad_rows([getattr(rollout, name) for rollout in rollouts], num_tokens, torch.float32)
+
+        # Padded with -1, which no version is.
+        versions = pad_rows([[v + 1 for v in r.versions] for r in rollouts], num_tokens, torch.int64) - 1
         return cls(
             groups=ordered,
             version=version,
             prompt_ids=[list(rollout.prompt.token_ids) for rollout in rollouts],
             response_ids=pad_rows([r.token_ids for r in rollouts], num_tokens, torch.int64),
             response_lengths=torch.tensor([len(r.token_ids) for r in rollouts], dtype=torch.int64),
-            behaviour_logprobs=pad_rows([r.behaviour_logprobs for r in rollouts], num_tokens, torch.float32),
+            behaviour_logprobs=by_token("behaviour_logprobs"),
+            proximal_logprobs=by_token("proximal_logprobs"),
+            sampling_logprobs=by_token("sampling_logprobs"),
+            is_current=versions == version,
             is_stopped=torch.tensor([r.finish_reason == "stop" for r in rollouts]),
             scores={name: _stack_scores([r.scores[name] for r in rollouts], num_tokens) for name in names},
         )

@@ -353,7 +353,7 @@ class OverlapEngine:
             num_deferred=sum(group.admitted_step < self.num_steps_done for group in batch.groups),
             trained_lengths=lengths,
             reward_mean=None if rewards is None else float(rewards.mean()),
-            metrics=train_batch.metrics | metrics,
+            metrics=train_batch.metrics | metrics | _kept_mass(batch),
         )
         self._tokens_decoded = 0
         self.num_steps_done += 1
@@ -376,3 +376,9 @@ class OverlapEngine:
     def _emit(self, kind: str, **facts: Any) -> None:
         for listener in self._listeners:
             listener(kind, {"time_s": self._stopwatch.now_s(), **facts})
+
+
+def _kept_mass(batch: RolloutBatch) -> dict[str, float]:
+    """Reported where truncation took something away."""
+    kept = batch.kept_mass_mean
+    return {"oppo/kept_mass": kept} if kept < 1.0 else {}

@@ -7,7 +7,7 @@ from typing import Any
 from oppo_kit.errors import StateError
 from oppo_kit.types import Group, Prompt, Rollout, RolloutKey
 
-STATE_VERSION = 1
+STATE_VERSION = 2
 
 
 def pack_group(group: Group) -> dict[str, Any]:
@@ -24,6 +24,8 @@ def pack_group(group: Group) -> dict[str, Any]:
                 "token_ids": list(rollout.token_ids),
                 "behaviour_logprobs": list(rollout.behaviour_logprobs),
                 "versions": list(rollout.versions),
+                "proximal_logprobs": list(rollout.proximal_logprobs),
+                "sampling_logprobs": list(rollout.sampling_logprobs),
                 "finish_reason": rollout.finish_reason,
                 "end_tick": rollout.end_tick,
                 "scores": dict(rollout.scores),
@@ -50,7 +52,13 @@ def unpack_group(packed: dict[str, Any]) -> Group:
         for index, fields in enumerate(packed["rollouts"])
     ]
     for rollout in rollouts:
-        lengths = {len(rollout.token_ids), len(rollout.behaviour_logprobs), len(rollout.versions)}
+        lengths = {
+            len(rollout.token_ids),
+            len(rollout.behaviour_logprobs),
+            len(rollout.versions),
+            len(rollout.proximal_logprobs),
+            len(rollout.sampling_logprobs),
+        }
         if len(lengths) != 1 or rollout.remaining_tokens < 0:
             raise StateError(
                 f"saved rollout {rollout.key} is damaged: {len(rollout.token_ids)} tokens, "

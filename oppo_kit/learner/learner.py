@@ -110,16 +110,21 @@ class AccelerateLearner:
     def update(self, batch: TrainBatch, algorithm: Algorithm) -> dict[str, float]:
         """All epochs and mini-batches; metrics are means over the optimizer steps taken.
 
+        ``oppo/behaviour_gap_mean`` and ``_max`` compare the log-probs of tokens that the current weights sampled, in
+        the first mini-batch, with those that the generator recorded: rounding, unless the generator samples from
+        something else than the policy under training.
+
         Raises:
             NonFiniteError: the first loss or gradient is not finite; no weight has changed. A later one skips its
                 mini-batch and is counted in ``oppo/skipped_mini_batches``.
             PartFailedError: the weights are not finite after the update.
         """
         totals: dict[str, float] = {}
+        gaps: list[Tensor] = []
         num_taken = num_skipped = 0
         for _ in range(algorithm.num_epochs):
             for rows in self._mini_batches(batch, algorithm.num_mini_batches):
-                metrics = self._optimizer_step(batch, rows, algorithm)
+                metrics = self._optimizer_step(batch, rows, algorithm, None if num_taken else gaps)
                 if metrics is None and not num_taken:
                     raise NonFiniteError(
                         "the loss or its gradient is not finite; the batch is left out, no weight has changed"
@@ -135,7 +140,7 @@ class AccelerateLearner:
         self._scheduler.step()
         self._num_episodes += batch.rollouts.num_rows
         means = {name: total / num_taken for name, total in totals.items()}
-        extra = {"lr": learning_rate, "episode": float(self._num_episodes)}
+        extra = {"lr": learning_rate, "episode": float(self._num_episodes)} | _gap_metrics(gaps)
         if num_skipped:
             extra["oppo/skipped_mini_batches"] = float(num_skipped)
         return means | extra
@@ -169,9 +174,12 @@ class AccelerateLearner:
         self._num_episodes = state["num_episodes"]
 
     def _optimizer_step(
-        self, batch: TrainBatch, rows: list[int], algorithm: Algorithm
+        self, batch: TrainBatch, rows: list[int], algorithm: Algorithm, gaps: list[Tensor] | None
     ) -> dict[str, float] | None:
-        """One step over these rows; None, with nothing changed, if loss or gradient is not finite."""
+        """One step over these rows; None, with nothing changed, if loss or gradient is not finite.
+
+        ``gaps``, if given, takes |policy - behaviour| log-probs of the tokens that the current version sampled.
+        """
         num_tokens = int(batch.rollouts.response_lengths[rows].sum())
         totals: dict[str, float] = {}
         losses: list[float] = []
@@ -179,7 +187,10 @@ class AccelerateLearner:
         for indices in self._micro_batches(batch.rollouts, rows):
             padded = self._rows(batch.rollouts, indices)
             micro_batch = self._micro_batch(batch, indices, padded, num_tokens, len(rows))
-            loss, metrics = algorithm.loss(micro_batch, self._module(padded))
+            outputs = self._module(padded)
+            if gaps is not None:
+                gaps.append(_behaviour_gap(batch.rollouts, indices, outputs.policy_logprobs))
+            loss, metrics = algorithm.loss(micro_batch, outputs)
             self.accelerator.backward(loss)
             losses.append(float(loss.detach()))
             for name, value in metrics.items():
@@ -251,3 +262,17 @@ class AccelerateLearner:
             num_step_tokens=num_tokens,
             num_step_rows=num_rows,
         )
+
+
+def _behaviour_gap(batch: RolloutBatch, indices: list[int], policy_logprobs: Tensor) -> Tensor:
+    """[n] absolute differences on the tokens that the batch's own version sampled."""
+    width = policy_logprobs.shape[1]
+    is_current = batch.is_current[indices, :width]
+    return (policy_logprobs.detach().cpu() - batch.behaviour_logprobs[indices, :width]).abs()[is_current]
+
+
+def _gap_metrics(gaps: list[Tensor]) -> dict[str, float]:
+    joined = torch.cat(gaps) if gaps else torch.empty(0)
+    if not joined.numel():
+        return {}
+    return {"oppo/behaviour_gap_mean": float(joined.mean()), "oppo/behaviour_gap_max": float(joined.max())}

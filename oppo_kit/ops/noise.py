@@ -25,26 +25,31 @@ def stream_key(seed: int, draw_id: int, sample_index: int) -> int:
     return key
 
 
-def gumbel_noise(
-    stream_keys: Sequence[int],
-    positions: Sequence[int],
-    vocab_size: int,
-    *,
-    device: torch.device | str = "cpu",
-) -> Tensor:
-    """[n, V] float32 standard Gumbel variates, a pure function of (stream key, position, v); always finite.
+def token_keys(stream_keys: Sequence[int], positions: Sequence[int], num_tokens: int) -> Tensor:
+    """[num_tokens, n, 2] int32 on the CPU: the hashed keys of the next tokens of n rollouts.
 
     Args:
         stream_keys: n keys from ``stream_key``.
-        positions: n positions inside the response, 0-based.
-        vocab_size: V.
-        device: where the noise is made; the same bits everywhere up to the device's ``log``.
+        positions: n positions inside the response of each rollout's first token here, 0-based.
+        num_tokens: tokens of each rollout.
     """
-    keys = np.array(stream_keys, dtype=np.uint64) + np.array(positions, dtype=np.uint64)
-    mixed = torch.from_numpy(_splitmix64_array(keys).view(np.int32).reshape(-1, 2).copy()).to(device)
-    entries = torch.arange(vocab_size, dtype=torch.int32, device=device) * _signed32(0x9E3779B1)
-    hashed = _lowbias32_(entries[None, :] + mixed[:, :1])
-    hashed = _lowbias32_(hashed ^ mixed[:, 1:])
+    first = np.array(stream_keys, dtype=np.uint64) + np.array(positions, dtype=np.uint64)
+    keys = first[None, :] + np.arange(num_tokens, dtype=np.uint64)[:, None]
+    return torch.from_numpy(_splitmix64_array(keys).view(np.int32).reshape(num_tokens, -1, 2).copy())
+
+
+def gumbel_noise(keys: Tensor, vocab_size: int) -> Tensor:
+    """[n, V] float32 standard Gumbel variates, a pure function of (key, v); always finite.
+
+    The same bits on every device up to its ``log``.
+
+    Args:
+        keys: [n, 2] int32, one token's slice of ``token_keys``.
+        vocab_size: V.
+    """
+    entries = torch.arange(vocab_size, dtype=torch.int32, device=keys.device) * _signed32(0x9E3779B1)
+    hashed = _lowbias32_(entries[None, :] + keys[:, :1])
+    hashed = _lowbias32_(hashed ^ keys[:, 1:])
     # 23 bits: with 24, the largest u rounds to 1 in float32, and -log(u) = 0 makes the variate infinite.
     uniform = ((hashed >> 9) & 0x7FFFFF).to(torch.float32).add_(0.5).mul_(2.0**-23)
     return uniform.log_().neg_().log_().neg_()

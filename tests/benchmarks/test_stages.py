@@ -10,7 +10,7 @@ from harness.settings import load_train_config
 from harness.workloads.loading import load_workload
 from oppo_kit.backends.hf_generator import HFGenerator
 from oppo_kit.config import OverlapConfig
-from oppo_kit.ops.noise import gumbel_noise, stream_key
+from oppo_kit.ops.noise import gumbel_noise, stream_key, token_keys
 from oppo_kit.types import Rollout, RolloutKey
 
 pytestmark = pytest.mark.benchmark_only
@@ -57,5 +57,5 @@ def test_update_on_one_batch(benchmark, engine) -> None:
 
 @pytest.mark.parametrize("vocab_size", [18, 50_000])
 def test_noise_for_16_rows(benchmark, vocab_size: int) -> None:
-    keys = [stream_key(0, draw, 0) for draw in range(16)]
-    benchmark(lambda: gumbel_noise(keys, [5] * 16, vocab_size))
+    streams = [stream_key(0, draw, 0) for draw in range(16)]
+    benchmark(lambda: gumbel_noise(token_keys(streams, [5] * 16, 1)[0], vocab_size))

@@ -138,6 +138,9 @@ def our_batch(run: TrlRun, models: Models) -> RolloutBatch:
             response_ids=run.responses,
             response_lengths=lengths,
             behaviour_logprobs=cut(logprobs),
+            proximal_logprobs=cut(logprobs),
+            sampling_logprobs=cut(logprobs),
+            is_current=mask,
             is_stopped=is_stop.any(1),
             scores={
                 "reward": row_scores(models.reward, run.query_responses).gather(1, ends[:, None]).squeeze(1),
