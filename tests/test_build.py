@@ -6,27 +6,44 @@ import copy
 
 import pytest
 import torch
-from tiny_models import tiny_causal_lm, tiny_classifier, tiny_tokenizer
+from tiny_models import VOCAB_SIZE, tiny_causal_lm, tiny_classifier, tiny_tokenizer
 
+from algorithms.ppo import PPO, PPOConfig
 from oppo_kit import OverlapConfig, PromptDataset, SamplingConfig, TrainConfig, build_engine
+from oppo_kit.backends.forward import response_logprobs
 from oppo_kit.backends.function_scorer import FunctionScorer
 from oppo_kit.checkpoint import CHECKPOINT_NAME, load_checkpoint, save_checkpoint
 from oppo_kit.errors import ModelError, StateError
+from oppo_kit.ops.batching import pad_prompts_and_responses
+from oppo_kit.types import RolloutBatch
 
 TOKENIZER = tiny_tokenizer()
 WORDS = ("ab", "cat 12", "the 3 dogs", "x", "hello world", "1+2=", "zebra")
+
+
+# A response ends with probability of about 0.1 a token, so that some are carried.
+LONG_TAILED = {"response_length": 40, "stop_token_ids": tuple(range(0, VOCAB_SIZE, 10))}
 
 
 def reward_by_length(prompts, completions, **columns):
     return [float(len(text)) for text in completions]
 
 
-def make_engine(*, reward=None, num_steps: int = 3, lora: bool = False, critic=None, **overlap):
+def make_engine(
+    *,
+    reward=None,
+    num_steps: int = 3,
+    lora: bool = False,
+    critic=None,
+    sampling=None,
+    algorithm=None,
+    **overlap,
+):
     config = TrainConfig(
         batch_size=4,
         num_steps=num_steps,
         algo_config={"num_ppo_epochs": 1, "num_mini_batches": 2},
-        sampling=SamplingConfig(temperature=1.0, response_length=12),
+        sampling=SamplingConfig(**{"temperature": 1.0, "response_length": 12, **(sampling or {})}),
         overlap=OverlapConfig(**{"chunk_tokens": 4, **overlap}),
         learner={"learning_rate": 1e-3},
         actor_lora={"r": 4} if lora else None,
@@ -41,6 +58,7 @@ def make_engine(*, reward=None, num_steps: int = 3, lora: bool = False, critic=N
         prompts=prompts,
         reward=tiny_classifier() if reward is None else reward,
         critic=critic or tiny_classifier(seed=5),
+        algorithm=algorithm,
     )
 
 
@@ -67,6 +85,115 @@ def test_at_delta_zero_overlap_changes_no_token_and_no_weight() -> None:
         assert trajectory(engine) == expected
         for one, other in zip(parameters(engine), parameters(sequential), strict=True):
             torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+
+
+def test_batch_invariant_runs_with_and_without_overlap_are_equal_to_the_bit() -> None:
+    """Law 2: tokens, behaviour log-probs and batches, for overlap off, at the sample, and chunks of any size."""
+    settings = {"batch_invariant": True}
+
+    def batches(**overlap) -> list[RolloutBatch]:
+        with make_engine(
+            sampling=settings, num_steps=2, reward=FunctionScorer([reward_by_length], TOKENIZER), **overlap
+        ) as e:
+            collected = []
+            for _ in range(2):
+                collected.append(e.collect())
+                e.step(collected[-1])
+            return collected
+
+    expected = batches(schedule="sequential")
+    for overlap in ({"chunk_tokens": 1}, {"score_at": "sample"}, {"chunk_tokens": 64, "score_at": "sample"}):
+        for one, other in zip(batches(**overlap), expected, strict=True):
+            assert torch.equal(one.response_ids, other.response_ids)
+            assert torch.equal(one.behaviour_logprobs, other.behaviour_logprobs)
+            assert one.scores.keys() == other.scores.keys()
+            assert torch.equal(one.scores["reward"], other.scores["reward"])
+
+
+class Watched(PPO):
+    """Keeps what it was given to prepare."""
+
+    needs_proximal = True
+
+    def on_batch(self, batch) -> None:
+        self.batches = [*getattr(self, "batches", []), batch]
+
+
+def test_the_proximal_logprobs_of_carried_tokens_are_those_of_the_weights_about_to_be_updated() -> None:
+    """Fresh tokens have the behaviour log-probs; carried ones, prefilled again, those of the new policy."""
+    algorithm = Watched(PPOConfig(num_ppo_epochs=1, num_mini_batches=1))
+    num_moved = 0
+    with make_engine(
+        num_steps=4, delta=4, chunk_tokens=2, algorithm=algorithm, sampling=LONG_TAILED
+    ) as e:
+        for _ in range(4):
+            batch = e.collect()
+            rows = pad_prompts_and_responses(
+                batch.prompt_ids,
+                [ids[:n].tolist() for ids, n in zip(batch.response_ids, batch.response_lengths, strict=True)],
+            )
+            with torch.no_grad():
+                now, _ = response_logprobs(e.learner.policy, rows, temperature=1.0)
+            width = batch.response_ids.shape[1]
+            # A group that ended before the last update is not prefilled again: it has no token of this version.
+            read = batch.is_current.any(1)
+            mask = batch.response_mask & read[:, None]
+            assert batch.proximal_logprobs[mask].tolist() == pytest.approx(
+                now[:, :width][mask].tolist(), abs=1e-4
+            )
+            moved = (batch.proximal_logprobs - batch.behaviour_logprobs).abs() > 1e-4
+            assert not (moved & batch.is_current).any()
+            num_moved += int((moved & mask).sum())
+            e.step(batch)
+    assert num_moved > 10
+
+
+def test_the_behaviour_gap_is_rounding_and_shows_a_generator_that_samples_something_else() -> None:
+    """areal-1290: the log-probs that the engine sampled with are watched against those of training."""
+    with make_engine(num_steps=1, schedule="sequential") as engine:
+        [report] = engine.run()
+    assert report.metrics["oppo/behaviour_gap_max"] < 1e-4
+    with make_engine(num_steps=1, schedule="sequential") as engine:
+        with torch.no_grad():
+            engine.learner.policy.get_output_embeddings().weight.mul_(1.5)  # the generator is not told
+        [report] = engine.run()
+    assert report.metrics["oppo/behaviour_gap_mean"] > 1e-2
+
+
+def test_a_kept_cache_of_carried_responses_shows_in_the_behaviour_gap() -> None:
+    gaps = {}
+    for carried_cache in ("recompute", "keep"):
+        with make_engine(
+            num_steps=4,
+            delta=4,
+            chunk_tokens=2,
+            carried_cache=carried_cache,
+            sampling=LONG_TAILED,
+        ) as engine:
+            reports = list(engine.run())
+        gaps[carried_cache] = max(report.metrics.get("oppo/behaviour_gap_max", 0.0) for report in reports)
+        assert sum(report.num_deferred for report in reports) > 0
+    assert gaps["recompute"] < 1e-4
+    assert gaps["keep"] > 1e-3
+
+
+def test_truncated_sampling_is_told_and_its_kept_mass_reported(caplog) -> None:
+    with make_engine(num_steps=1, schedule="sequential", sampling={"top_k": 3}) as engine:
+        batch = engine.collect()
+        report = engine.step(batch)
+    assert "top_k=3, top_p=1, min_p=0: responses are drawn from a truncated distribution" in caplog.text
+    assert 0.05 < report.metrics["oppo/kept_mass"] < 0.99
+    mask = batch.response_mask
+    assert (batch.sampling_logprobs >= batch.behaviour_logprobs)[mask].all()
+    # Behaviour log-probs stay those of the full vocabulary, which the policy under training has too.
+    assert report.metrics["oppo/behaviour_gap_max"] < 1e-4
+
+
+def test_without_truncation_nothing_is_said_about_it(caplog) -> None:
+    with make_engine(num_steps=1, schedule="sequential") as engine:
+        [report] = engine.run()
+    assert "truncated" not in caplog.text
+    assert "oppo/kept_mass" not in report.metrics
 
 
 def test_at_zero_staleness_the_ratio_is_one_and_the_kl_zero() -> None:
