@@ -4,6 +4,10 @@ PYTHON ?= python3
 # The package index for PyTorch alone, for example https://download.pytorch.org/whl/cpu (the small CPU build).
 TORCH_INDEX ?=
 BENCH_ARGS ?=
+# For `make gpu-check`: for example "--out FOLDER --models 3b".
+GPU_ARGS ?=
+# For `make gpu-bundle`: the version of Python on the machine with the GPU.
+GPU_PYTHON ?= 3.12
 # Two workers: the suite is sized for two cores. One file stays in one worker, so module fixtures run once.
 PYTEST_ARGS ?= -n 2 --dist loadfile
 # For `make lock`: for example --upgrade, or --upgrade-package ruff.
@@ -19,11 +23,11 @@ STAMP := $(VENV)/installed-$(shell cat requirements.lock requirements-compiled.l
 # One thread per process keeps results equal to the bit; no test may reach the network.
 QUIET_ENV := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TRL_EXPERIMENTAL_SILENCE=1 TOKENIZERS_PARALLELISM=false
 
-.PHONY: help bench test check benchmark venv lock clean
+.PHONY: help bench test check benchmark gpu-bundle gpu-check venv lock clean
 .DEFAULT_GOAL := help
 
 help: ## list the targets
-	@sed -n 's/^\([a-z]*\):.*## /\1	/p' Makefile | expand -t 12
+	@sed -n 's/^\([a-z-]*\):.*## /\1	/p' Makefile | expand -t 12
 	@echo
 	@echo 'variables: PYTHON=python3.11  TORCH_INDEX=URL  BENCH_ARGS="--quick"  PYTEST_ARGS="-k name"'
 
@@ -42,6 +46,13 @@ check: $(STAMP) ## format, lint, types, import contracts, and the README's table
 
 benchmark: $(STAMP) ## the timings of single parts (pytest-benchmark)
 	$(QUIET_ENV) $(BIN)/python -m pytest -m benchmark_only
+
+gpu-bundle: $(STAMP) ## wheels for gpu-check into build/gpu-bundle, at most 55 MiB; carry that folder along
+	$(BIN)/python -m harness.gpu_check.bundle --python $(GPU_PYTHON)
+
+# Nothing is downloaded and .venv is not used: PYTHON is the one that has PyTorch, transformers and accelerate.
+gpu-check: ## PPO at 3B and 7B parameters by all runners on one large GPU, six minutes; no network needed
+	$(PYTHON) -m harness.gpu_check.start $(GPU_ARGS)
 
 venv: $(STAMP) ## install into .venv what the other targets need (they do it by themselves)
 

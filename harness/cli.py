@@ -28,7 +28,9 @@ ConfigFile = Annotated[
 ]
 Algo = Annotated[str | None, typer.Option(help="algorithm, for example ppo")]
 Model = Annotated[str | None, typer.Option(help="policy: alias, hub id or folder")]
-Task = Annotated[str | None, typer.Option(help="tiny, free_form, math or code")]
+Task = Annotated[
+    str | None, typer.Option(help="tiny, reviews, free_form, math or code; default: the model's")
+]
 Dataset = Annotated[str | None, typer.Option(help="hub id, JSONL or parquet file with prompts of your own")]
 PromptColumn = Annotated[str | None, typer.Option(help="column of the prompt: text or messages")]
 Reward = Annotated[str | None, typer.Option(help="reward model (alias, hub id, folder) or module:function")]

@@ -89,7 +89,7 @@ def one_sentence_of(result: Result) -> str:
 def _learning(result: Result, slow: str, fast: str) -> str:
     difference = result.learning_differences.get(f"{fast}-{slow}")
     if difference is None:
-        return "held-out accuracy was not measured for both"
+        return _learning_by_score(result, slow, fast)
     points = round(100 * difference.mean, 2)
     place = (
         f"{abs(points):.2f} points {'above' if points > 0 else 'below'}"
@@ -102,6 +102,15 @@ def _learning(result: Result, slow: str, fast: str) -> str:
     verdict = "contains" if difference.low <= 0 <= difference.high else "excludes"
     interval = format_difference(difference)[1]
     return f"{text} (90 % interval {interval} over {len(difference.pairs)} seeds, which {verdict} zero)"
+
+
+def _learning_by_score(result: Result, slow: str, fast: str) -> str:
+    """Where no checker can tell what is right."""
+    difference = result.learning_differences.get(f"{fast}-{slow}/score_mean")
+    if difference is None:
+        return "held-out accuracy was not measured for both"
+    mean, interval = format_difference(difference, is_accuracy=False)
+    return f"{fast}'s final held-out score less {slow}'s was {mean} (90 % interval {interval})"
 
 
 def _cell(text: str) -> str:

@@ -25,7 +25,7 @@ HEADER = (
     "trl/sequential",
     "sequential/overcommit",
     "trl/overcommit",
-    "Final accuracy, overcommit less baseline (points)",
+    "Final accuracy (points), else score, overcommit less baseline",
     "Time to reward",
 )
 NO_RESULTS = "No results are committed yet."
@@ -121,11 +121,13 @@ def _ratio(ratio: Ratio | None) -> str:
 
 
 def _difference(result: Result) -> str:
-    keys = [key for key in ("overcommit-trl", "overcommit-sequential") if key in result.learning_differences]
-    if not keys:
-        return ABSENT
-    mean, interval = format_difference(result.learning_differences[keys[0]])
-    return f"{mean} ({interval}), {keys[0].removeprefix('overcommit-')}"
+    for ending in ("", "/score_mean"):
+        for baseline in ("trl", "sequential"):
+            difference = result.learning_differences.get(f"overcommit-{baseline}{ending}")
+            if difference is not None:
+                mean, interval = format_difference(difference, is_accuracy=not ending)
+                return f"{mean} ({interval}), {'score, ' if ending else ''}{baseline}"
+    return ABSENT
 
 
 def _times(result: Result) -> str:

@@ -35,6 +35,7 @@ from harness.statistics import (
     conservation_violations,
     drawn_lengths,
     fill_derived,
+    judged_by,
     lengths_before_drain,
     max_age,
     reward_target,
@@ -263,12 +264,16 @@ def _time_to_reward_text(result: Result) -> str:
     if baseline is None:
         return "Without trl or sequential there is no baseline gain, so no time to reward."
     if target is None:
-        return f"{baseline} has no gain in held-out accuracy, so there is no time to reward."
+        return f"{baseline} has no gain in held-out {_judged(result)}, so there is no time to reward."
+    goal = format_percent(target) if judged_by(result) == "accuracy" else format_number(target)
     return (
-        f"Time to reward: training time, evaluation excluded, to {format_percent(target)} held-out accuracy, "
-        f"which is {REWARD_GAIN_FRAC:.0%} of {baseline}'s mean gain; median over runs, linear between "
-        f"evaluations."
+        f"Time to reward: training time, evaluation excluded, to a held-out {_judged(result)} of {goal}, which is "
+        f"{REWARD_GAIN_FRAC:.0%} of {baseline}'s mean gain; median over runs, linear between evaluations."
     )
+
+
+def _judged(result: Result) -> str:
+    return "accuracy" if judged_by(result) == "accuracy" else "score"
 
 
 def _time_to_reward_rows(result: Result) -> list[list[str]]:

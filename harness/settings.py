@@ -1,6 +1,6 @@
 """One training configuration from its layers: defaults < task < task and algorithm < YAML < options < ``--set``.
 
-Δ, where no layer sets it, is B / 2.
+Where no layer names a task, the model's alias does. Δ, where no layer sets it, is B / 2.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from typing import Any
 
 import yaml
 
+from harness.models import default_task
 from harness.workloads.base import get_task
 from oppo_kit.config import TrainConfig, apply_overrides, parse_config
 from oppo_kit.errors import ConfigError
@@ -35,7 +36,9 @@ def load_train_config(
     """
     own = _merge(_read_yaml(config_file) if config_file else {}, _given(options or {}))
     own = apply_overrides(own, overrides)
-    task = get_task(str(own.get("task", TrainConfig.model_fields["task"].default)))
+    if own.get("task") is None:
+        own["task"] = default_task(str(own.get("model"))) or TrainConfig.model_fields["task"].default
+    task = get_task(str(own["task"]))
     algo = str(own.get("algo", TrainConfig.model_fields["algo"].default))
     values = _merge(task.default_overrides, task.algorithm_overrides.get(algo, {}))
     train = _with_default_delta(_merge(values, own), source=str(config_file or "settings"))

@@ -179,12 +179,19 @@ def baseline_name(result: Result) -> str | None:
     return next((name for name in LADDER[:2] if name in result.runners and result.runners[name].runs), None)
 
 
+def judged_by(result: Result) -> EvaluationField:
+    """What a policy is judged by: held-out accuracy, or the held-out score where nobody can tell what is right."""
+    evaluations = [e for runner in result.runners.values() for run in runner.runs for e in run.evaluations]
+    has_accuracy = any(evaluation.accuracy is not None for evaluation in evaluations)
+    return "accuracy" if has_accuracy or not evaluations else "score_mean"
+
+
 def reward_target(result: Result) -> float | None:
-    """Held-out accuracy at 90 % of the baseline's mean gain; None without a baseline, accuracy or gain."""
+    """What it is ``judged_by`` at 90 % of the baseline's mean gain; None without a baseline or a gain."""
     baseline = baseline_name(result)
     if baseline is None:
         return None
-    curves = [_curve(run, "accuracy") for run in result.runners[baseline].runs]
+    curves = [_curve(run, judged_by(result)) for run in result.runners[baseline].runs]
     ends = [(curve[0][1], curve[-1][1]) for curve in curves if len(curve) > 1]
     if not ends:
         return None
@@ -202,7 +209,7 @@ def time_to_reward_s(result: Result) -> dict[str, float | None]:
     found: dict[str, float | None] = {}
     for name, runner in result.runners.items():
         times = (
-            [_first_crossing(_curve(run, "accuracy"), target) for run in runner.runs]
+            [_first_crossing(_curve(run, judged_by(result)), target) for run in runner.runs]
             if target is not None
             else []
         )

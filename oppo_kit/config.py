@@ -128,7 +128,10 @@ class TrainConfig(_Frozen):
     critic: str | None = Field(
         default=None, description="model the critic starts from; null: the reward model, else the policy"
     )
-    task: str = Field(default="tiny", description="tiny, free_form, math or code")
+    task: str = Field(
+        default="tiny",
+        description="tiny, reviews, free_form, math or code; the harness takes the model's own when none is named",
+    )
     dataset: str | None = Field(
         default=None, description="hub id, JSONL or parquet file instead of the task's prompts"
     )

@@ -123,9 +123,7 @@ def test_the_proximal_logprobs_of_carried_tokens_are_those_of_the_weights_about_
     """Fresh tokens have the behaviour log-probs; carried ones, prefilled again, those of the new policy."""
     algorithm = Watched(PPOConfig(num_ppo_epochs=1, num_mini_batches=1))
     num_moved = 0
-    with make_engine(
-        num_steps=4, delta=4, chunk_tokens=2, algorithm=algorithm, sampling=LONG_TAILED
-    ) as e:
+    with make_engine(num_steps=4, delta=4, chunk_tokens=2, algorithm=algorithm, sampling=LONG_TAILED) as e:
         for _ in range(4):
             batch = e.collect()
             rows = pad_prompts_and_responses(

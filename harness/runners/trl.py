@@ -18,6 +18,8 @@ What makes the comparison fair, and TRL as fast as its users can have it:
 - Nothing logged to a tracker, saved, or sampled for display.
 - TRL collects garbage twice a step, which took 0.5 s a call with its libraries loaded, whatever the model's
   size. What exists before training is frozen (``gc.freeze``): the collector sees the step's own objects only.
+- LoRA trains the adapter and the critic, as our learner does; the reference is the policy without its adapter.
+- A prompt with a limit of its own is answered up to it (``trl_row_limits``); TRL has one limit for all rows.
 - The pad token is one that neither stops a response nor occurs in a prompt, because TRL takes validity from
   ``ids != pad``.
 - TRL's PPO does not clip gradients, so ``learner.max_grad_norm`` must be null, on both sides.
@@ -44,7 +46,9 @@ from transformers import GenerationConfig, PreTrainedTokenizerBase, set_seed
 
 from algorithms.ppo import PPOConfig
 from harness.runners.trl_recorder import Meter, Recorder, timed
+from harness.runners.trl_row_limits import RowLimits
 from harness.schema import Evaluation, Step
+from oppo_kit.build import add_adapter
 from oppo_kit.config import LearnerConfig, TrainConfig, parse_config
 from oppo_kit.errors import ConfigError, MissingExtraError
 
@@ -90,6 +94,8 @@ def run(
         recorder = Recorder(spec, workload.stop_token_ids, evaluate, on_step, meter)
         trainer = _build_trainer(module, spec, workload, algorithm, folder)
         recorder.pad_token_id = trainer.processing_class.pad_token_id
+        suppressed = trainer.policy_model.generation_config.suppress_tokens or []
+        recorder.can_sample_pad = recorder.pad_token_id not in suppressed
         trainer.add_callback(recorder)
         with timed(module, trainer, meter), _frozen_garbage():
             trainer.train()
@@ -144,10 +150,6 @@ def _check(train: TrainConfig, workload: Workload) -> PPOConfig:
             f"learner.max_grad_norm is {train.learner.max_grad_norm}, and TRL's PPOTrainer does not clip "
             "gradients; set learner.max_grad_norm=null to compare equal work"
         )
-    if train.actor_lora is not None:
-        raise ConfigError(
-            "the trl runner trains all weights; set actor_lora=null, or leave the trl runner out"
-        )
     algorithm = parse_config(PPOConfig, train.algo_config, source="algo_config")
     rows, rest = divmod(train.batch_size, algorithm.num_mini_batches)
     if rest:
@@ -173,22 +175,30 @@ def _build_trainer(module: Any, spec: RunSpec, workload: Workload, algorithm: PP
     from transformers.trainer_callback import PrinterCallback
 
     num_draws = spec.train.num_steps * spec.train.batch_size
-    prompts = [list(workload.prompts.draw(draw_id).token_ids) for draw_id in range(num_draws)]
+    draws = [workload.prompts.draw(draw_id) for draw_id in range(num_draws)]
+    prompts = [list(prompt.token_ids) for prompt in draws]
     tokenizer = _prepare_tokenizer(workload.tokenizer, workload.stop_token_ids, prompts)
-    policy = workload.make_policy()
+    policy: Any = workload.make_policy()
     policy.generation_config = GenerationConfig(pad_token_id=tokenizer.pad_token_id, use_cache=True)
+    lora = spec.train.actor_lora
+    if lora is not None:
+        policy = add_adapter(policy, lora)
+    if any(prompt.max_new_tokens != spec.train.sampling.response_length for prompt in draws):
+        # A limited row is padded, and TRL takes a sampled pad token for the end of its row.
+        policy.generation_config.suppress_tokens = [tokenizer.pad_token_id]
+        RowLimits(draws).apply_to(policy)
     critic = workload.make_critic()
     dataset = Dataset.from_dict({"input_ids": prompts})
     trainer = module.PPOTrainer(
         args=_arguments(module, spec, algorithm, folder, has_stop=bool(workload.stop_token_ids)),
         processing_class=tokenizer,
         model=policy,
-        ref_model=workload.make_policy(),
+        ref_model=workload.make_policy() if lora is None else None,
         reward_model=workload.make_reward(),
         value_model=critic,
         train_dataset=dataset,
         eval_dataset=dataset.select(range(1)),
-        optimizers=(_make_optimizer(spec.train.learner, [*policy.parameters(), *critic.parameters()]), None),
+        optimizers=(_make_optimizer(spec.train.learner, [policy, critic]), None),
     )
     # TRL's own setting is one token; HF's generate stops at all of them.
     policy.generation_config.eos_token_id = list(workload.stop_token_ids) or None
@@ -237,9 +247,9 @@ def _print_nothing(*_: Any, **__: Any) -> None:
     """Stands in for ``print``."""
 
 
-def _make_optimizer(learner: LearnerConfig, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+def _make_optimizer(learner: LearnerConfig, models: list[nn.Module]) -> torch.optim.Optimizer:
     return torch.optim.AdamW(
-        parameters,
+        [parameter for model in models for parameter in model.parameters() if parameter.requires_grad],
         lr=learner.learning_rate,
         betas=(learner.adam_beta1, learner.adam_beta2),
         eps=learner.adam_epsilon,

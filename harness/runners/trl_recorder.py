@@ -47,6 +47,8 @@ class Meter:
 def timed(module: Any, trainer: Any, meter: Meter) -> Iterator[None]:
     """Timers around TRL's generation and around the forward passes of its rollout, for a while."""
     batch_generation, get_reward, forward = module.batch_generation, module.get_reward, module.forward
+    # With an adapter, TRL switches it off in the policy, and passes that; training passes policy and critic in one.
+    reference = trainer.model.policy if trainer.ref_model is None else trainer.ref_model
 
     def timed_generation(model: nn.Module, queries: Tensor, *args: Any, **kwargs: Any) -> Any:
         started_s = meter.clock()
@@ -66,7 +68,7 @@ def timed(module: Any, trainer: Any, meter: Meter) -> Iterator[None]:
     def timed_forward(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
         started_s = meter.clock()
         outputs = forward(model, *args, **kwargs)
-        if model is trainer.ref_model:
+        if model is reference:
             meter.score_s += meter.clock() - started_s
         return outputs
 
@@ -81,6 +83,7 @@ class Recorder(TrainerCallback):
     """Makes a Step of every step of TRL's, and evaluates between steps."""
 
     pad_token_id: int
+    can_sample_pad: bool = True
 
     def __init__(
         self,
@@ -128,7 +131,12 @@ class Recorder(TrainerCallback):
 
     def _make_step(self, step_s: float) -> Step:
         meter, batch_size = self._meter, self._spec.train.batch_size
-        sampled, trained = row_lengths(torch.cat(meter.responses), self._stop_token_ids, self.pad_token_id)
+        sampled, trained = row_lengths(
+            torch.cat(meter.responses),
+            self._stop_token_ids,
+            self.pad_token_id,
+            can_sample_pad=self.can_sample_pad,
+        )
         num_trained = (len(self.steps) + 1) * batch_size
         return Step(
             step=len(self.steps),
@@ -172,7 +180,7 @@ class Recorder(TrainerCallback):
 
 
 def row_lengths(
-    responses: Tensor, stop_token_ids: tuple[int, ...], pad_token_id: int
+    responses: Tensor, stop_token_ids: tuple[int, ...], pad_token_id: int, *, can_sample_pad: bool = True
 ) -> tuple[list[int], list[int]]:
     """Tokens that each row sampled, and those of them that TRL trains.
 
@@ -183,6 +191,7 @@ def row_lengths(
         responses: [R, T] token ids.
         stop_token_ids: tokens that end a response.
         pad_token_id: TRL's marker of invalid positions.
+        can_sample_pad: False where the policy never samples it, so that it always marks the row's end.
     """
     width = responses.shape[1]
 
@@ -192,4 +201,4 @@ def row_lengths(
     stops = torch.tensor(stop_token_ids, dtype=responses.dtype, device=responses.device)
     sampled = (first(torch.isin(responses, stops)) + 1).clamp(max=width)
     trained = torch.minimum(sampled, first(responses == pad_token_id))
-    return sampled.tolist(), trained.tolist()
+    return (sampled if can_sample_pad else trained).tolist(), trained.tolist()

@@ -19,6 +19,7 @@ _TASKS = {
     "code": "harness.workloads.code_task:CodeTask",
     "free_form": "harness.workloads.free_form:FreeFormTask",
     "math": "harness.workloads.math_task:MathTask",
+    "reviews": "harness.workloads.reviews:ReviewsTask",
     "tiny": "harness.workloads.tiny:TinyTask",
 }
 

@@ -168,7 +168,9 @@ def probe_causal_model(policy: nn.Module) -> None:
     hidden = model.base_model(input_ids=input_ids, use_cache=False).last_hidden_state
     actual = logits_head(model)(hidden)
     scale = max(float(expected[mask].float().std()), 1e-3)
-    gap = float((actual - expected)[mask].abs().max()) / scale
+    # The worst position's root mean square. The largest difference says little: between two attention kernels, the
+    # logits of 36 layers in bfloat16 differ by 0.04 standard deviations like this, and by 0.26 at the worst of 10^6.
+    gap = float((actual - expected)[mask].float().square().mean(-1).sqrt().max()) / scale
     if not gap <= _PROBE_TOLERANCE.get(actual.dtype, _PROBE_TOLERANCE_HALF):
         raise ModelError(
             f"{type(model).__name__} cannot be trained: its logits differ from backbone + output head by {gap:.2g} "

@@ -10,7 +10,7 @@ from oppo_kit.backends.forward import response_logprobs
 from oppo_kit.backends.hf_generator import HFGenerator
 from oppo_kit.errors import DataError, ModelError, NonFiniteError
 from oppo_kit.ops.batching import pad_prompts_and_responses
-from oppo_kit.ops.noise import gumbel_noise, stream_key
+from oppo_kit.ops.noise import gumbel_noise, stream_key, token_keys
 from oppo_kit.types import Prompt, Rollout, RolloutKey
 
 KINDS = ("llama", "qwen2", "mistral", "gpt2", "gpt_neox", "gemma", "opt")
@@ -38,7 +38,7 @@ def sample_alone(model, rollout: Rollout, *, temperature: float, seed: int) -> t
     while len(token_ids) < rollout.prompt.max_new_tokens and (not token_ids or token_ids[-1] != STOP_ID):
         logits = model(torch.tensor([context + token_ids])).logits[0, -1] / temperature
         all_logprobs = logits.log_softmax(-1)
-        noise = gumbel_noise([key], [len(token_ids)], VOCAB_SIZE)[0]
+        noise = gumbel_noise(token_keys([key], [len(token_ids)], 1)[0], VOCAB_SIZE)[0]
         token_ids.append(int((all_logprobs + noise).argmax()))
         logprobs.append(float(all_logprobs[token_ids[-1]]))
     return token_ids, logprobs
@@ -206,7 +206,7 @@ def test_a_recurrent_model_is_refused_instead_of_sampling_from_another_distribut
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.2)
     with pytest.raises(
-        ModelError, match="MambaForCausalLM cannot be decoded in a batch of unequal rows: .*; use a"
+        ModelError, match=r"mamba cannot be decoded in a batch of unequal rows: its layers .*; use a"
     ):
         HFGenerator(model, temperature=1.0, stop_token_ids=[], seed=0)
 

@@ -313,7 +313,6 @@ def test_trl_gets_the_optimizer_and_the_learning_rates_of_our_learner(
         ({"algo": "grpo"}, {}, "algo is 'grpo', and the trl runner runs ppo only"),
         ({}, {"reward_path": None}, "reward models only, .* use the runners sequential and overcommit"),
         ({"learner": {"max_grad_norm": 1.0}}, {}, r"max_grad_norm is 1.0, .* set learner.max_grad_norm=null"),
-        ({"actor_lora": {}}, {}, "trains all weights; set actor_lora=null"),
         ({"algo_config": {"num_mini_batches": 3}}, {}, "batch_size=8 is no multiple of num_mini_batches=3"),
         (
             {"algo_config": {"whiten_rewards": True, "num_mini_batches": 2}},
