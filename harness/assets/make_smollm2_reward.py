@@ -118,7 +118,7 @@ def response_lengths(
     sampling = ReviewsTask.default_overrides["sampling"]
     limit = sampling["response_length"]
     policy = AutoModelForCausalLM.from_pretrained(policy_folder, dtype=torch.float32).eval()
-    stop = tokenizer.convert_tokens_to_ids([STOP_TOKEN])
+    stop = [_stop_id(tokenizer)]
     generator = HFGenerator(policy, temperature=sampling["temperature"], stop_token_ids=stop, seed=0)
     rows = ReviewsTask().train_rows(0)[:num_prompts]
     prompts = [_encode(tokenizer, row["prompt"]) for row in rows]
@@ -153,6 +153,11 @@ def _summary(lengths: list[int], limit: int) -> dict[str, float]:
     }
 
 
+def _stop_id(tokenizer: PreTrainedTokenizerBase) -> int:
+    token_id: Any = tokenizer.convert_tokens_to_ids(STOP_TOKEN)
+    return token_id
+
+
 def _encode(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, str]]) -> list[int]:
     ids = tokenizer.apply_chat_template(
         messages, add_generation_prompt=True, tokenize=True, return_dict=False
@@ -166,7 +171,7 @@ def _rendered(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[
         [
             *_encode(tokenizer, conversation(next(questions)[1])),
             *tokenizer.encode(text, add_special_tokens=False),
-            *tokenizer.convert_tokens_to_ids([STOP_TOKEN]),
+            _stop_id(tokenizer),
         ]
         for text in texts
     ]

@@ -130,7 +130,8 @@ def render(decoding: Decoding) -> str:
             [
                 f"# Decoding alone, {decoding.model}",
                 f"{decoding.num_requests} requests, {decoding.num_tokens} tokens, the longest "
-                f"{decoding.longest_tokens}; ours holds all of them, `generate` takes batches of {BATCH_SIZE}. Threads: {threads}. "
+                f"{decoding.longest_tokens}; ours holds all of them, `generate` takes batches of {BATCH_SIZE}. "
+                f"Threads: {threads}. "
                 f"generate / ours: {decoding.ratio_median:.2f} (median over {len(decoding.pairs)} pairs). "
                 f"{decoding.environment.cpu}, {decoding.environment.num_cpu_cores} cores, "
                 f"commit {str(decoding.environment.commit)[:12]}, `{decoding.command}`.",

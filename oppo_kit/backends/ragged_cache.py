@@ -8,7 +8,8 @@ So cropping is setting a length.
 
 A sliding window is a stricter mask over the same full-length buffers: it costs memory, and cropping stays free.
 
-It has no gradient, and a model must never be called on it without the position ids and mask of ``append``.
+It has no gradient: every call belongs under ``torch.inference_mode()``. A model must never be called on it without the
+position ids and mask of ``append``.
 """
 
 from __future__ import annotations
