@@ -31,6 +31,9 @@ from oppo_kit.errors import ModelError, StateError
 _MIN_COLUMNS = 64
 _MIN_SLOTS = 8
 
+# Windows that a model applies inside its attention instead of taking a mask, and so by column of the longest row.
+_OWN_WINDOWS = ("window_size", "attention_window", "attention_chunk_size")
+
 FULL = "full_attention"
 SLIDING = "sliding_attention"
 
@@ -368,6 +371,13 @@ def _attention_windows(text_config: Any) -> Mapping[str, int | None]:
     window = getattr(text_config, "sliding_window", None)
     layer_types = getattr(text_config, "layer_types", None)
     if layer_types is None:
+        own = [name for name in _OWN_WINDOWS if getattr(text_config, name, None) is not None]
+        if own:
+            raise ModelError(
+                f"{text_config.model_type} cannot be decoded in a batch of unequal rows: it applies its {own[0]} of "
+                f"{getattr(text_config, own[0])} by column, not by position; use a decoder with an ordinary key-value "
+                "cache"
+            )
         return {"": window}
     unknown = sorted(set(layer_types) - {FULL, SLIDING})
     if unknown:

@@ -293,10 +293,10 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 def test_a_function_of_the_current_directory_is_found(folder: Path) -> None:
-    (folder / "my_rewards.py").write_text(
+    (folder / "brief_rewards.py").write_text(
         "def brevity(completions, **columns):\n    return [-len(c) for c in completions]\n"
     )
-    assert score(load_reward_function("my_rewards:brevity")) == [-1.0, -2.0, 0.0]
+    assert score(load_reward_function("brief_rewards:brevity")) == [-1.0, -2.0, 0.0]
 
 
 def test_a_missing_function_lists_the_nearest(folder: Path) -> None:

@@ -201,21 +201,21 @@ def test_a_run_that_learns_nothing_does_not_end_as_a_success(oppo_kit, tmp_path)
 
 
 def test_a_reward_function_trains_and_a_broken_one_is_named(oppo_kit, tmp_path) -> None:
-    (tmp_path / "my_rewards.py").write_text(
+    (tmp_path / "cli_rewards.py").write_text(
         "def good(prompts, completions, **columns):\n    return [float(len(c)) for c in completions]\n"
         "def bad(prompts, completions, **columns):\n    raise KeyError('answer')\n"
         "def short(prompts, completions, **columns):\n    return [1.0]\n"
         "def silent(prompts, completions, **columns):\n    return [None] * len(prompts)\n"
     )
     base = ["train", *SMALL, "--steps", "1", "--reward"]
-    done = oppo_kit(*base, "my_rewards:good", "--out", "good")
+    done = oppo_kit(*base, "cli_rewards:good", "--out", "good")
     assert done.returncode == 0, done.stderr
     assert "'bad' raised KeyError('answer') on draws 0, 1, 2, 3" in refused(
-        oppo_kit(*base, "my_rewards:bad", "--out", "bad")
+        oppo_kit(*base, "cli_rewards:bad", "--out", "bad")
     )
-    assert "returned 1" in refused(oppo_kit(*base, "my_rewards:short", "--out", "short"))
+    assert "returned 1" in refused(oppo_kit(*base, "cli_rewards:short", "--out", "short"))
     assert "were all rejected (reward_abstained)" in refused(
-        oppo_kit(*base, "my_rewards:silent", "--out", "silent")
+        oppo_kit(*base, "cli_rewards:silent", "--out", "silent")
     )
 
 

@@ -53,7 +53,7 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> Callable[[dict[str, list[dict[str, A
 
 
 def test_tasks_are_found_by_name() -> None:
-    assert task_names() == ["code", "free_form", "math", "tiny"]
+    assert task_names() == ["code", "free_form", "math", "reviews", "tiny"]
     assert [get_task(name).name for name in task_names()] == task_names()
 
 

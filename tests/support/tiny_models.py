@@ -14,6 +14,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, proce
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
+    Gemma3TextConfig,
     GemmaConfig,
     GPT2Config,
     GPTNeoXConfig,
@@ -24,6 +25,7 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerFast,
     Qwen2Config,
+    Qwen3Config,
 )
 
 PAD_TEXT, BOS_TEXT, EOS_TEXT, UNK_TEXT = "<pad>", "<bos>", "<eos>", "<unk>"
@@ -103,6 +105,15 @@ def _with_sizes(config_class: type[Any], **sizes: Any) -> Callable[..., PreTrain
 _OPT_SIZES = {"ffn_dim": 64, "word_embed_proj_dim": 32}
 KINDS: dict[str, Callable[..., PreTrainedConfig]] = {
     "gemma": _with_sizes(GemmaConfig, **_SIZES, num_key_value_heads=2, head_dim=8),
+    # Five layers with a sliding window, one with full attention.
+    "gemma3": _with_sizes(
+        Gemma3TextConfig,
+        **{**_SIZES, "num_hidden_layers": 6},
+        num_key_value_heads=2,
+        head_dim=8,
+        query_pre_attn_scalar=8,
+        sliding_window=8,
+    ),
     "gpt2": _with_sizes(GPT2Config, n_embd=32, n_layer=2, n_head=4, n_positions=256),
     "gpt_neox": _with_sizes(GPTNeoXConfig, **_SIZES),
     "llama": _with_sizes(LlamaConfig, **_SIZES, num_key_value_heads=2),
@@ -111,6 +122,7 @@ KINDS: dict[str, Callable[..., PreTrainedConfig]] = {
         OPTConfig, **{k: v for k, v in _SIZES.items() if k != "intermediate_size"}, **_OPT_SIZES
     ),
     "qwen2": _with_sizes(Qwen2Config, **_SIZES, num_key_value_heads=2),
+    "qwen3": _with_sizes(Qwen3Config, **_SIZES, num_key_value_heads=2, head_dim=8),
 }
 
 
