@@ -37,9 +37,6 @@ RUNNERS = {
     "sequential": "our backend without overlap: decode all B, score, train",
     "overcommit": "B + Δ in the air, the first B that end are trained, the rest are carried on",
 }
-# Thread counts that are tried: more than the cores only disturb.
-_CALIBRATION_STEPS = 3
-
 
 @dataclass(frozen=True)
 class BenchPlan:
@@ -55,6 +52,7 @@ class BenchPlan:
     is_quick: bool
     folder: Path
     num_threads: int | None = None
+    num_calibration_steps: int = 3
     command: str = field(default_factory=lambda: shlex.join(["oppo-kit", *sys.argv[1:]]))
 
 
@@ -161,7 +159,7 @@ def _calibrate(plan: BenchPlan, runner: str, progress: Progress) -> dict[str, li
         return {str(counts[0]): []}
     measured: dict[str, list[float]] = {}
     for count in counts:
-        train = plan.train.model_copy(update={"num_steps": min(_CALIBRATION_STEPS, plan.train.num_steps)})
+        train = plan.train.model_copy(update={"num_steps": min(plan.num_calibration_steps, plan.train.num_steps)})
         spec = _spec(plan, runner, 0, count).model_copy(
             update={"train": train, "eval_every": 0, "num_eval_problems": 0}
         )

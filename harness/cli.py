@@ -74,6 +74,9 @@ def bench(
     threads: Annotated[
         int | None, typer.Option(min=1, help="thread count for all; default: the fastest of each")
     ] = None,
+    calibration_steps: Annotated[
+        int, typer.Option(min=2, help="steps per thread count that is tried, the first one not counted")
+    ] = 3,
     quick: Annotated[
         bool, typer.Option("--quick", help="a smoke run in under 90 s; never quote its figures")
     ] = False,
@@ -102,6 +105,7 @@ def bench(
         is_quick=quick,
         folder=folder,
         num_threads=1 if quick else threads,
+        num_calibration_steps=calibration_steps,
     )
     console = Console()
     result = run_bench(plan, console)
