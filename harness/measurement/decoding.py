@@ -18,12 +18,12 @@ from typing import Any
 import numpy as np
 import torch
 from pydantic import BaseModel, ConfigDict
-from torch.profiler import ProfilerActivity, profile
 from transformers import GenerationConfig
 
 from harness.environment import describe_environment, num_usable_cores, quieten_transformers
 from harness.folders import make_folder, write_atomically
 from harness.formatting import markdown_table
+from harness.measurement.operators import Operator, operator_table, slowest_operators
 from harness.schema import Environment
 from harness.settings import load_train_config
 from harness.workloads.loading import Workload, load_workload
@@ -37,15 +37,6 @@ BATCH_SIZE = 16
 # Token limits: log-normal, as response lengths usually are; with this seed 1,979 tokens, the longest 256.
 MEDIAN_TOKENS, SIGMA, MAX_TOKENS, LIMIT_SEED = 26, 0.95, 256, 3
 _CHUNK_TOKENS = 16
-_NUM_OPERATORS = 12
-
-
-class Operator(BaseModel):
-    """One operator's own time in a profiled run."""
-
-    name: str
-    num_calls: int
-    share: float
 
 
 class Decoding(BaseModel):
@@ -78,8 +69,8 @@ def measure(model: str, limits: list[int], *, num_pairs: int, command: str) -> D
     train = load_train_config(options={"model": model})
     workload = load_workload(train, num_eval_problems=0)
     sides: dict[str, Callable[[], float]] = {
-        "generate": _make_generate(workload, limits),
-        "ours": _make_ours(workload, limits),
+        "generate": make_generate(workload, limits),
+        "ours": make_ours(workload, limits),
     }
     counts = [1] if num_usable_cores() == 1 else [1, 2]
     calibration = {
@@ -105,7 +96,7 @@ def measure(model: str, limits: list[int], *, num_pairs: int, command: str) -> D
         num_threads=best,
         pairs=pairs,
         ratio_median=median(pair["generate"] / pair["ours"] for pair in pairs),
-        operators=_operators(sides["ours"]),
+        operators=slowest_operators(sides["ours"]),
     )
 
 
@@ -120,10 +111,6 @@ def render(decoding: Decoding) -> str:
         ]
         for index, pair in enumerate(decoding.pairs)
     ]
-    operators = [
-        [operator.name, str(operator.num_calls), f"{100 * operator.share:.1f}"]
-        for operator in decoding.operators
-    ]
     threads = ", ".join(f"{name} {count}" for name, count in decoding.num_threads.items())
     return (
         "\n\n".join(
@@ -137,7 +124,7 @@ def render(decoding: Decoding) -> str:
                 f"commit {str(decoding.environment.commit)[:12]}, `{decoding.command}`.",
                 markdown_table(["Pair", "generate, s", "ours, s", "Ratio"], pairs),
                 "Where our time goes: operators by their own share of the CPU time.",
-                markdown_table(["Operator", "Calls", "Share, %"], operators),
+                operator_table(decoding.operators),
             ]
         )
         + "\n"
@@ -167,7 +154,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _make_ours(workload: Workload, limits: list[int]) -> Callable[[], float]:
+def make_ours(workload: Workload, limits: list[int]) -> Callable[[], float]:
+    """A function that decodes all requests with our generator, and returns its seconds."""
     clock = MonotonicClock()
     generator = HFGenerator(workload.make_policy(), temperature=1.0, stop_token_ids=(), seed=0)
 
@@ -187,7 +175,8 @@ def _make_ours(workload: Workload, limits: list[int]) -> Callable[[], float]:
     return run
 
 
-def _make_generate(workload: Workload, limits: list[int]) -> Callable[[], float]:
+def make_generate(workload: Workload, limits: list[int]) -> Callable[[], float]:
+    """A function that decodes all requests with ``generate``, and returns its seconds."""
     clock = MonotonicClock()
     policy: Any = workload.make_policy()
     pad = workload.tokenizer.pad_token_id or 0
@@ -217,18 +206,6 @@ def _make_generate(workload: Workload, limits: list[int]) -> Callable[[], float]
 def _timed(run: Callable[[], float], num_threads: int) -> float:
     torch.set_num_threads(num_threads)
     return run()
-
-
-def _operators(run: Callable[[], float]) -> list[Operator]:
-    with profile(activities=[ProfilerActivity.CPU]) as profiled:
-        run()
-    averages = profiled.key_averages()
-    total = sum(average.self_cpu_time_total for average in averages)
-    slowest = sorted(averages, key=lambda average: -average.self_cpu_time_total)[:_NUM_OPERATORS]
-    return [
-        Operator(name=average.key, num_calls=average.count, share=average.self_cpu_time_total / total)
-        for average in slowest
-    ]
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from harness.measurement.decoding import draw_limits, make_generate, make_ours
 from harness.runners.oppo import make_engine
 from harness.settings import load_train_config
 from harness.workloads.loading import load_workload
@@ -16,9 +17,16 @@ from oppo_kit.types import Rollout, RolloutKey
 pytestmark = pytest.mark.benchmark_only
 
 
-@pytest.fixture(scope="module")
-def engine():
+@pytest.fixture(scope="module", autouse=True)
+def one_thread():
+    before = torch.get_num_threads()
     torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def engine(one_thread):
     train = load_train_config(overrides=["num_steps=1", "overlap.delta=0"])
     train = train.model_copy(update={"overlap": OverlapConfig(schedule="sequential")})
     with make_engine(train, load_workload(train, num_eval_problems=0)) as engine:
@@ -35,6 +43,19 @@ def test_decode_16_ticks(benchmark, engine, num_rows: int) -> None:
         return (generator,), {}
 
     benchmark.pedantic(lambda generator: generator.decode(16), setup=setup, rounds=10)
+
+
+def test_decode_48_requests_of_unequal_length(benchmark) -> None:
+    """Against ``generate`` in batches of 16, each to its longest row; stop tokens are ignored on both sides."""
+    limits = draw_limits()
+    workload = load_workload(load_train_config(), num_eval_problems=0)
+    ours, generate = make_ours(workload, limits), make_generate(workload, limits)
+    benchmark.pedantic(ours, rounds=3, warmup_rounds=1)
+    generate_s = sorted(generate() for _ in range(3))
+    benchmark.extra_info["num_tokens"] = sum(limits)
+    benchmark.extra_info["generate_s"] = generate_s
+    benchmark.extra_info["generate_over_ours"] = round(generate_s[1] / benchmark.stats.stats.median, 2)
+    print(benchmark.extra_info)
 
 
 def test_score_one_batch(benchmark, engine) -> None:

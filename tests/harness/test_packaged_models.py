@@ -100,9 +100,10 @@ def test_without_the_reader_of_gguf_files_the_extra_is_named(monkeypatch: pytest
         smollm2_policy()
 
 
-def test_two_at_once_make_a_folder_once_and_what_an_interrupted_one_left_is_ignored(tmp_path: Path) -> None:
+def test_two_at_once_make_a_folder_once_and_what_a_killed_one_left_is_removed(tmp_path: Path) -> None:
     target = tmp_path / "models" / "one"
-    (tmp_path / "models" / ".partial-old").mkdir(parents=True)
+    (tmp_path / "models" / ".one.partial-old").mkdir(parents=True)
+    (tmp_path / "models" / ".one-more.partial-old").mkdir()
     calls: list[int] = []
 
     def make(folder: Path) -> None:
@@ -117,6 +118,23 @@ def test_two_at_once_make_a_folder_once_and_what_an_interrupted_one_left_is_igno
         thread.join()
     assert calls == [1]
     assert (target / "file").read_text() == "whole"
+    folders = {path.name for path in (tmp_path / "models").iterdir() if path.is_dir()}
+    assert folders == {"one", ".one-more.partial-old"}
+
+
+def test_another_head_makes_another_reward_model(
+    tmp_path: Path, empty_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(packaged_models, "smollm2_policy", lambda: tmp_path)
+    monkeypatch.setattr(packaged_models, "_make_reward", lambda policy, folder: (folder / "made").touch())
+    head = tmp_path / "head.safetensors"
+    monkeypatch.setattr(packaged_models, "HEAD_FILE", head)
+    folders = []
+    for content in (b"one", b"two", b"one"):
+        head.write_bytes(content)
+        folders.append(smollm2_reward())
+    assert folders[0] == folders[2] != folders[1]
+    assert all(folder.is_relative_to(empty_cache) and (folder / "made").is_file() for folder in folders)
 
 
 def test_a_maker_that_fails_leaves_no_folder(tmp_path: Path) -> None:
@@ -179,3 +197,24 @@ def test_the_real_model_is_made_once_and_its_reward_prefers_the_favourable(empty
     ]
     scores = HFRewardScorer(model).score(rollouts)
     assert min(scores[:2]) > max(scores[2:]) + 0.5
+
+
+@pytest.mark.smollm2
+def test_the_real_reward_is_as_right_on_held_out_snippets_as_its_card_says() -> None:
+    import numpy as np
+    from safetensors.torch import load_file
+    from transformers import AutoTokenizer, LlamaModel
+
+    from harness.assets.make_smollm2_reward import last_token_features, load_rows
+
+    figures = json.loads(HEAD_FILE.with_name("figures.json").read_text())
+    folder = smollm2_policy()
+    first, num_rows = figures["num_train"], 120
+    _, ratings, rows = load_rows(AutoTokenizer.from_pretrained(folder), first + num_rows)
+    backbone = LlamaModel.from_pretrained(
+        folder, num_hidden_layers=packaged_models.NUM_REWARD_LAYERS, dtype=torch.float32
+    ).eval()
+    scores = last_token_features(backbone, rows[first:]) @ load_file(HEAD_FILE)["score.weight"][0]
+    accuracy = float((np.sign(scores.numpy()) == np.sign(ratings[first:])).mean())
+    # Three standard errors of 120 snippets.
+    assert accuracy == pytest.approx(figures["accuracy"], abs=0.1)

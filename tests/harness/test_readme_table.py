@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from results_factory import make_ladder
+from results_factory import make_ladder, without_accuracy
 
 from harness.readme_table import BEGIN, END, NO_RESULTS, main, render_table
 from harness.schema import Result
@@ -45,6 +45,12 @@ def test_every_full_result_has_a_row_with_its_figures(results: Path) -> None:
         "2.50 (2.00 to 3.00) | 1.67 (1.67 to 1.67) | 4.17 (3.33 to 5.00) | -1.00 (-4.37 to +2.37), trl | "
         "trl 263 s, sequential 210 s, overcommit 205 s |"
     )
+
+
+def test_without_accuracy_the_row_has_the_difference_in_score(results: Path) -> None:
+    _commit(results, "a", without_accuracy(make_ladder()))
+    [row] = render_table(results).splitlines()[2:3]
+    assert "| -0.02 (-0.0874 to +0.0474), score, trl |" in row
 
 
 def test_figures_are_derived_from_the_raw_samples_not_read(results: Path) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from matplotlib.figure import Figure
 from PIL import Image
-from results_factory import make_evaluation, make_ladder, make_result, make_run
+from results_factory import make_evaluation, make_ladder, make_result, make_run, without_accuracy
 
 from harness.figures import QUICK_NOTE, display_unit, reward_figure, stages_figure, write_figures
 from harness.formatting import format_number, format_percent, format_seconds, markdown_table, one_sentence_of
@@ -130,6 +130,25 @@ def test_the_summary_says_speed_and_learning_in_one_sentence() -> None:
         "included; 3.33 to 5.00 over 3 pairs); overcommit's final held-out accuracy lay 1.00 points "
         "below trl's (90 % interval -4.37 to +2.37 over 3 seeds, which contains zero)."
     )
+
+
+def test_where_nobody_can_tell_what_is_right_the_score_is_reported() -> None:
+    ladder = fill_derived(without_accuracy(make_ladder()))
+    text = _text(ladder)
+    assert _row(text, "Final held-out accuracy") == ["n/a"] * 3
+    assert _row(text, "Final held-out score") == ["1.40", "1.40", "1.38"]
+    assert _row(text, "overcommit less trl, score")[0] == "-0.02"
+    assert "to a held-out score of 1.30, which is 90% of trl's mean gain" in text
+    assert one_sentence_of(ladder).endswith(
+        "; overcommit's final held-out score less trl's was -0.02 (90 % interval -0.0874 to +0.0474)."
+    )
+
+
+def test_a_baseline_without_gain_in_score_has_no_time_to_reward() -> None:
+    ladder = without_accuracy(make_ladder())
+    for run in ladder.runners["trl"].runs:
+        run.evaluations[-1].score_mean = run.evaluations[0].score_mean
+    assert "trl has no gain in held-out score, so there is no time to reward." in _text(fill_derived(ladder))
 
 
 def test_the_summary_falls_back_to_the_next_rung_when_a_runner_is_missing() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from results_factory import make_evaluation, make_ladder, make_result, make_run, make_step
+from results_factory import make_evaluation, make_ladder, make_result, make_run, make_step, without_accuracy
 from scipy import stats
 
 from harness.schema import Bound, Result
@@ -11,6 +11,7 @@ from harness.statistics import (
     conservation_violations,
     drawn_lengths,
     fill_derived,
+    judged_by,
     learning_differences,
     lengths_before_drain,
     max_age,
@@ -128,6 +129,15 @@ def test_time_to_reward_is_interpolated_to_ninety_per_cent_of_the_baselines_gain
     assert found["sequential"] == pytest.approx(0.875 * 240)
     # Of 224 s, from 0.45 at 112 s to 0.71, 0.69, 0.67: the middle one is 112 + 112 × 0.2 / 0.24.
     assert found["overcommit"] == pytest.approx(112 + 112 * 0.2 / 0.24)
+
+
+def test_without_accuracy_a_policy_is_judged_by_its_score() -> None:
+    # The factory's scores are twice its accuracies, so the times are those of the test above.
+    ladder = without_accuracy(make_ladder())
+    assert judged_by(make_ladder()) == "accuracy"
+    assert judged_by(ladder) == "score_mean"
+    assert reward_target(ladder) == pytest.approx(1.30)
+    assert time_to_reward_s(ladder) == pytest.approx(time_to_reward_s(make_ladder()))
 
 
 def test_without_trl_the_sequential_runner_is_the_baseline() -> None:

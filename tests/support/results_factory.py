@@ -129,6 +129,15 @@ def make_result(runs: dict[str, list[Run]], **changes: Any) -> Result:
     return Result(**(values | changes))
 
 
+def without_accuracy(result: Result) -> Result:
+    """The same where nobody can tell what is right: scores only."""
+    for runner in result.runners.values():
+        for run in runner.runs:
+            for evaluation in run.evaluations:
+                evaluation.accuracy = None
+    return result
+
+
 def make_ladder() -> Result:
     """Three pairs of three runners.
 

@@ -1,0 +1,126 @@
+"""What bounds an overcommitted step: ``python -m harness.measurement.step_profile --model tiny --out FOLDER``.
+
+After two steps that fill the pipeline, one is profiled in its two halves: until B responses are ended and scored, and
+the update with the new weights handed over.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from pydantic import BaseModel, ConfigDict
+
+from harness.environment import describe_environment, quieten_transformers
+from harness.folders import make_folder, write_atomically
+from harness.measurement.operators import Operator, operator_table, slowest_operators
+from harness.runners.oppo import make_engine
+from harness.schema import Environment
+from harness.settings import load_train_config
+from harness.workloads.loading import load_workload
+from oppo_kit.errors import OppoError
+from oppo_kit.types import RolloutBatch, StepReport
+
+_NUM_STEPS_BEFORE = 2
+
+
+class StepProfile(BaseModel):
+    """A results file; times in seconds, of the profiled step, which the profiler slows down."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    schema_version: int = 1
+    model: str
+    command: str
+    num_threads: int
+    environment: Environment
+    step_s: float
+    stages_s: dict[str, float]
+    tokens_decoded: int
+    tokens_trained: int
+    collect: list[Operator]
+    update: list[Operator]
+
+
+def measure(model: str, *, num_threads: int, command: str, overrides: Sequence[str] = ()) -> StepProfile:
+    """Profile one step of this model's own workload."""
+    torch.set_num_threads(num_threads)
+    # More steps than are made, so that the profiled one does not drain the pipeline.
+    train = load_train_config(options={"model": model}, overrides=[*overrides, "num_steps=8"])
+    workload = load_workload(train, num_eval_problems=0)
+    batches: list[RolloutBatch] = []
+    reports: list[StepReport] = []
+    with make_engine(train, workload) as engine:
+        for _ in range(_NUM_STEPS_BEFORE):
+            engine.step(engine.collect())
+        collect = slowest_operators(lambda: batches.append(engine.collect()))
+        update = slowest_operators(lambda: reports.append(engine.step(batches[0])))
+    [report] = reports
+    return StepProfile(
+        model=model,
+        command=command,
+        num_threads=num_threads,
+        environment=describe_environment(),
+        step_s=report.step_s,
+        stages_s={
+            "generate": report.generate_s,
+            "score": report.score_s,
+            "train": report.train_s,
+            "sync": report.sync_s,
+            "engine": report.engine_s,
+        },
+        tokens_decoded=report.tokens_decoded,
+        tokens_trained=report.tokens_trained,
+        collect=collect,
+        update=update,
+    )
+
+
+def render(profile: StepProfile) -> str:
+    """The file as Markdown."""
+    stages = ", ".join(f"{name} {seconds:.2f} s" for name, seconds in profile.stages_s.items())
+    return "\n\n".join(
+        [
+            f"# What a step of overcommitted PPO spends its time on, {profile.model}",
+            f"One step of {profile.step_s:.2f} s under the profiler, {profile.num_threads} thread(s): {stages}; "
+            f"{profile.tokens_decoded} tokens decoded, {profile.tokens_trained} trained. "
+            f"{profile.environment.cpu}, {profile.environment.num_cpu_cores} cores, commit "
+            f"{str(profile.environment.commit)[:12]}, `{profile.command}`.",
+            "Until the batch is ended and scored, operators by their own share of the CPU time:",
+            operator_table(profile.collect),
+            "The update:",
+            operator_table(profile.update) + "\n",
+        ]
+    )
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Command line; returns the exit status."""
+    parser = argparse.ArgumentParser(
+        prog="python -m harness.measurement.step_profile", description="Profile a step."
+    )
+    parser.add_argument("--model", default="tiny")
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--out", type=Path, required=True)
+    options = parser.parse_args(arguments)
+    quieten_transformers()
+    command = (
+        f"python -m harness.measurement.step_profile --model {options.model} --threads {options.threads}"
+    )
+    try:
+        folder = make_folder(options.out)
+        profile = measure(options.model, num_threads=options.threads, command=command)
+    except OppoError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    write_atomically(folder / "step_profile.json", profile.model_dump_json(indent=2) + "\n")
+    write_atomically(folder / "step_profile.md", render(profile))
+    print(render(profile))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
