@@ -70,7 +70,7 @@ class SamplingConfig(_Frozen):
     )
     batch_invariant: bool = Field(
         default=False,
-        description="float32 on a CPU: tokens equal to the bit whatever is decoded beside them; slower",
+        description="float32 on a CPU with one thread: tokens equal to the bit whatever is decoded beside them; slower",
     )
 
     @property

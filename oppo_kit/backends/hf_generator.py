@@ -22,7 +22,7 @@ from oppo_kit.backends.live_row import LiveRow
 from oppo_kit.backends.ragged_attention import use_ragged_attention
 from oppo_kit.backends.ragged_cache import RaggedCache, right_aligned
 from oppo_kit.backends.sampler import Sampler, Truncation
-from oppo_kit.errors import DataError, ModelError, NonFiniteError
+from oppo_kit.errors import ConfigError, DataError, ModelError, NonFiniteError
 from oppo_kit.ops.batching import length_sorted_batches, pad_prompts_and_responses
 from oppo_kit.ops.logprobs import token_logprobs
 from oppo_kit.ops.noise import stream_key, token_keys
@@ -39,10 +39,9 @@ _PROBE_ERRORS = (AttributeError, TypeError, ValueError, RuntimeError, IndexError
 _PREFILL_TOKENS = 8192
 # On an accelerator the host looks at the tokens this often, since each look waits for the device.
 _TICKS_PER_READ = 8
-# With K a multiple of 16 and at least two rows, attention gives a row the same bits in any company (measured with one
-# and two threads, 1 to 48 rows, K to 640; not so with K as it comes, nor with one row beside several on two threads).
+# With one thread and K a multiple of 16, attention gives a row the same bits in any company (measured with 1 to 48
+# rows, K to 640; not so with K as it comes).
 _INVARIANT_COLUMNS = 16
-_INVARIANT_ROWS = 2
 
 
 class HFGenerator:
@@ -60,7 +59,7 @@ class HFGenerator:
         has_prefix_logprobs: report the log-probs of a carried response's tokens under the new weights, which its
             prefill computes but for the output head.
         batch_invariant: a response's tokens and log-probs are equal to the bit whatever is decoded beside it, in
-            chunks of whatever size; float32 on a CPU, one thread count, slower.
+            chunks of whatever size; float32 on a CPU with one thread, slower.
         ticks_per_read: decoded tokens per row between two looks at the device; None: 1 on a CPU, 8 elsewhere.
 
     Raises:
@@ -170,7 +169,13 @@ class HFGenerator:
 
         Raises:
             NonFiniteError: a row's logits are NaN or infinite; names the draws.
+            ConfigError: ``batch_invariant`` with more than one thread.
         """
+        if self._is_invariant and torch.get_num_threads() > 1:
+            raise ConfigError(
+                f"batch_invariant holds with one thread, and torch uses {torch.get_num_threads()}: with more, a matrix "
+                "product is cut by the number of rows; call torch.set_num_threads(1), or switch it off"
+            )
         if self._is_stale:
             self._waiting = self._rows + self._waiting
             self._keep([False] * len(self._rows))
@@ -227,12 +232,7 @@ class HFGenerator:
 
     def _next_logits(self, last_ids: Tensor) -> Tensor:
         """[n, V] logits of the token after ``last_ids`` [n, 1], of every row in the cache."""
-        num_rows = len(self._rows)
-        num_ghosts = max(0, _INVARIANT_ROWS - num_rows) if self._is_invariant else 0
-        if num_ghosts:
-            self._cache.admit(num_ghosts)
-            last_ids = torch.cat([last_ids, last_ids.new_zeros(num_ghosts, 1)])
-        with self._cache.append([1] * num_rows + [0] * num_ghosts) as append:
+        with self._cache.append([1] * len(self._rows)) as append:
             logits = self._model(
                 input_ids=last_ids,
                 attention_mask=append.attention_mask,
@@ -241,9 +241,7 @@ class HFGenerator:
                 logits_to_keep=1,
                 **{self._cache_keyword: self._cache},
             ).logits
-        if num_ghosts:
-            self._cache.keep_rows([True] * num_rows + [False] * num_ghosts)
-        return logits[:num_rows, -1]
+        return logits[:, -1]
 
     def _prefill_waiting(self) -> None:
         """Fill the cache with all but the last token of the rows that wait, longest first."""

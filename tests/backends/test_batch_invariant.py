@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from harness.models import resolve_model
 from oppo_kit.backends import hf_generator
 from oppo_kit.backends.hf_generator import HFGenerator
-from oppo_kit.errors import ModelError
+from oppo_kit.errors import ConfigError, ModelError
 from oppo_kit.types import Prompt, Rollout, RolloutKey
 
 # Prompt tokens by row: with the longest, a decode step sees 600 columns; most are short, so that prefill is cheap.
@@ -23,11 +23,11 @@ ROWS = range(len(LENGTHS))
 Responses = dict[int, tuple[list[int], list[float]]]
 
 
-@pytest.fixture(params=[1, 2], ids=["one thread", "two threads"])
-def num_threads(request) -> Iterator[int]:
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
     before = torch.get_num_threads()
-    torch.set_num_threads(request.param)
-    yield request.param
+    torch.set_num_threads(1)
+    yield
     torch.set_num_threads(before)
 
 
@@ -79,9 +79,8 @@ def decode(
 
 
 @cache
-def together(name: str, num_threads: int, is_invariant: bool = True) -> Responses:
-    """All rows at once, under this number of threads."""
-    assert torch.get_num_threads() == num_threads
+def together(name: str, is_invariant: bool = True) -> Responses:
+    """All rows at once."""
     return decode(name, [ROWS], is_invariant=is_invariant)
 
 
@@ -103,19 +102,23 @@ COMPANIES = {
 
 @pytest.mark.parametrize("name", ["tiny", "wide"])
 @pytest.mark.parametrize("company", COMPANIES)
-def test_a_response_has_the_same_bits_in_any_company(name: str, company: str, num_threads: int) -> None:
-    assert rows_that_differ(decode(name, **COMPANIES[company]), together(name, num_threads)) == []
+def test_a_response_has_the_same_bits_in_any_company(name: str, company: str) -> None:
+    assert rows_that_differ(decode(name, **COMPANIES[company]), together(name)) == []
+
+
+def test_with_more_threads_it_is_refused_instead_of_broken() -> None:
+    torch.set_num_threads(2)
+    with pytest.raises(
+        ConfigError,
+        match=r"batch_invariant holds with one thread, and torch uses 2: .*; call torch.set_num_threads",
+    ):
+        HFGenerator(policy("tiny"), temperature=1.0, stop_token_ids=(), seed=0, batch_invariant=True)
 
 
 def test_without_it_the_bits_depend_on_the_company() -> None:
     """Else the tests above say nothing. Tokens are the same: the difference is rounding."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        expected = together("tiny", 1, is_invariant=False)
-        halves = decode("tiny", [ROWS[:24], ROWS[24:]], is_invariant=False)
-    finally:
-        torch.set_num_threads(before)
+    expected = together("tiny", is_invariant=False)
+    halves = decode("tiny", [ROWS[:24], ROWS[24:]], is_invariant=False)
     assert rows_that_differ(halves, expected)
     for row, (token_ids, logprobs) in halves.items():
         assert token_ids == expected[row][0]
