@@ -28,7 +28,7 @@ _NUM_STEPS_BEFORE = 2
 
 
 class StepProfile(BaseModel):
-    """A results file; times in seconds, of the profiled step, which the profiler slows down."""
+    """A results file; the stages' seconds are those of the profiled step, which the profiler slows down."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -37,7 +37,6 @@ class StepProfile(BaseModel):
     command: str
     num_threads: int
     environment: Environment
-    step_s: float
     stages_s: dict[str, float]
     tokens_decoded: int
     tokens_trained: int
@@ -64,13 +63,11 @@ def measure(model: str, *, num_threads: int, command: str, overrides: Sequence[s
         command=command,
         num_threads=num_threads,
         environment=describe_environment(),
-        step_s=report.step_s,
         stages_s={
             "generate": report.generate_s,
             "score": report.score_s,
             "train": report.train_s,
             "sync": report.sync_s,
-            "engine": report.engine_s,
         },
         tokens_decoded=report.tokens_decoded,
         tokens_trained=report.tokens_trained,
@@ -85,7 +82,7 @@ def render(profile: StepProfile) -> str:
     return "\n\n".join(
         [
             f"# What a step of overcommitted PPO spends its time on, {profile.model}",
-            f"One step of {profile.step_s:.2f} s under the profiler, {profile.num_threads} thread(s): {stages}; "
+            f"One step under the profiler, {profile.num_threads} thread(s): {stages}; "
             f"{profile.tokens_decoded} tokens decoded, {profile.tokens_trained} trained. "
             f"{profile.environment.cpu}, {profile.environment.num_cpu_cores} cores, commit "
             f"{str(profile.environment.commit)[:12]}, `{profile.command}`.",

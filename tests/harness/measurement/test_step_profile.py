@@ -11,7 +11,8 @@ def test_both_halves_of_a_step_are_profiled() -> None:
     settings = ["batch_size=4", "overlap.delta=2", "sampling.response_length=24"]
     profile = measure("tiny", num_threads=1, command="by hand", overrides=settings)
     assert StepProfile.model_validate(json.loads(profile.model_dump_json())) == profile
-    assert abs(sum(profile.stages_s.values()) - profile.step_s) < 0.01 * profile.step_s
+    assert set(profile.stages_s) == {"generate", "score", "train", "sync"}
+    assert min(profile.stages_s.values()) > 0
     assert profile.tokens_trained > 0
     for operators in (profile.collect, profile.update):
         shares = [operator.share for operator in operators]
