@@ -103,6 +103,11 @@ class HFGenerator:
         self._ticks_per_read = ticks_per_read or (1 if on_cpu else _TICKS_PER_READ)
         fuse_norms(model)
         self._packed = PackedLinears(model, for_all_rows=batch_invariant)
+        if batch_invariant and self._packed.unpacked:
+            raise ModelError(
+                f"{type(model).__name__} cannot be decoded batch-invariantly: {self._packed.unpacked[0]} is no linear "
+                "layer whose float32 weight can be packed on this CPU; switch batch_invariant off"
+            )
         # Rows in slot order; those that wait are prefilled, into the next slots, at the next decode.
         self._rows: list[LiveRow] = []
         self._waiting: list[LiveRow] = []
@@ -173,8 +178,8 @@ class HFGenerator:
         """
         if self._is_invariant and torch.get_num_threads() > 1:
             raise ConfigError(
-                f"batch_invariant holds with one thread, and torch uses {torch.get_num_threads()}: with more, a matrix "
-                "product is cut by the number of rows; call torch.set_num_threads(1), or switch it off"
+                f"batch_invariant holds with one thread, and torch uses {torch.get_num_threads()}: with more, "
+                "attention gives a row other bits beside other rows; call torch.set_num_threads(1), or switch it off"
             )
         if self._is_stale:
             self._waiting = self._rows + self._waiting

@@ -42,6 +42,7 @@ class PackedLinears:
     """
 
     def __init__(self, module: nn.Module, *, for_all_rows: bool = False) -> None:
+        self._module = module
         self._layers: list[nn.Linear] = []
         self._packed: dict[nn.Linear, Tensor] = {}
         least = 0 if for_all_rows else MIN_PACKED_ELEMENTS
@@ -55,6 +56,18 @@ class PackedLinears:
     def __len__(self) -> int:
         """Layers packed."""
         return len(self._layers)
+
+    @property
+    def unpacked(self) -> list[str]:
+        """Names of matrices that are multiplied and not packed: all but those of embeddings."""
+        packed = set(self._layers)
+        return [
+            f"{name}.{own}".lstrip(".")
+            for name, layer in self._module.named_modules()
+            if layer not in packed and not isinstance(layer, nn.Embedding)
+            for own, parameter in layer.named_parameters(recurse=False)
+            if parameter.dim() > 1
+        ]
 
     def refresh(self) -> None:
         """Pack the current weights; a weight shared by two layers is packed once."""

@@ -7,6 +7,7 @@ from functools import cache
 
 import pytest
 import torch
+from tiny_models import tiny_causal_lm
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from harness.models import resolve_model
@@ -123,6 +124,15 @@ def test_without_it_the_bits_depend_on_the_company() -> None:
     for row, (token_ids, logprobs) in halves.items():
         assert token_ids == expected[row][0]
         assert logprobs == pytest.approx(expected[row][1], abs=1e-4)
+
+
+def test_a_model_with_matrices_that_are_not_packed_is_refused() -> None:
+    """GPT-2's layers are no linear layers: their rows differ in bits from some width on, which no small probe shows."""
+    with pytest.raises(
+        ModelError,
+        match=r"GPT2LMHeadModel cannot be decoded batch-invariantly: transformer\.h\.0\.attn\.c_attn\.weight",
+    ):
+        HFGenerator(tiny_causal_lm("gpt2"), temperature=1.0, stop_token_ids=(), seed=0, batch_invariant=True)
 
 
 def test_a_model_whose_bits_depend_on_the_company_is_refused(monkeypatch) -> None:

@@ -121,6 +121,11 @@ TOUR = [
     ("keep", [False, True, True, True, False, True, True, True, True, True, True, True]),
     ("decode", 12),
     ("append from", 2, [4, 0, 7] + [1] * 9),
+    ("decode", 1),
+    ("keep", [True, False, True, True, False, True, True]),
+    ("decode", 1),
+    ("admit", 1, [6] * 12),
+    ("decode", 1),
     ("admit", 4, [0, 8, 8, 0] + [0] * 8),
     ("decode", 12),
     ("decode", 12),
@@ -191,6 +196,10 @@ def test_blocks_are_really_used_for_rows_of_unequal_length(monkeypatch) -> None:
     widths.clear()
     driver.feed_and_check([1, 1, 1, 1])
     assert widths == [(2, 31), (2, 4)] * 2
+    driver.crop(0, 1)
+    widths.clear()
+    driver.feed_and_check([1, 1, 1, 1])
+    assert widths == [(1, 2), (1, 30), (2, 5)] * 2, "rows are cut anew when one of them changed by itself"
 
 
 def test_blocks_hold_inside_their_context_only_also_when_it_raises() -> None:
@@ -206,6 +215,18 @@ def test_compaction_keeps_exactly_the_kept_rows_and_moves_only_into_holes(num_ro
         assert sorted(order) == [index for index in range(num_rows) if is_kept[index]]
         for target, source in enumerate(order):
             assert target == source or (not is_kept[target] and source >= len(order))
+
+
+@pytest.mark.parametrize(("num_new", "num_columns"), [([3, 16], 16), ([17, 2], 32), ([1, 33], 48)])
+def test_the_columns_that_attention_looks_at_are_rounded_up_to_the_multiple(
+    num_new: list[int], num_columns: int
+) -> None:
+    for multiple, expected in ((1, max(num_new)), (16, num_columns)):
+        ragged = make_cache(tiny_config(), column_multiple=multiple)
+        ragged.admit(2)
+        with ragged.append(num_new) as append:
+            assert append.num_columns == expected
+            assert append.attention_mask.shape == (2, 1, max(num_new), expected)
 
 
 def test_kept_rows_move_with_their_lengths_and_their_contents() -> None:

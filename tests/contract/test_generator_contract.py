@@ -503,7 +503,7 @@ def test_rows_with_non_finite_logits_are_named_and_the_others_can_come_back(name
         policy.get_input_embeddings().weight[40] = float("nan")
     generator = SUBJECTS[name].make(policy, stop_ids=())
     good = [make_rollout(7, 3, limit=9), make_rollout(9, 6, limit=9)]
-    bad = [Rollout(RolloutKey(draw, 0), Prompt(draw, (40, 6), 9)) for draw in (8, 12)]
+    bad = [Rollout(RolloutKey(draw, 0), Prompt(draw, (5, 6, 7, 8, 40, 6), 9)) for draw in (8, 12)]
     generator.admit(good)
     decode(generator, by_key(good), 2)
     generator.admit(bad)
@@ -512,6 +512,8 @@ def test_rows_with_non_finite_logits_are_named_and_the_others_can_come_back(name
     ):
         generator.decode(1)
     assert generator.decode(1) == []
+    # Four short rows: two of them come to where the bad ones were, whose keys and values are NaN from column 4 on.
+    good += [make_rollout(draw, 1, limit=9) for draw in (10, 11)]
     generator.admit(good)
     decode_all(generator, good, 3)
     assert_same(good, [sample_alone(policy_of("llama"), rollout, ()) for rollout in good])
