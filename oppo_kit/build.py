@@ -65,7 +65,6 @@ def build_engine(
     )
     if critic is not None:
         check_one_score(critic, "critic")
-    temperature = config.sampling.temperature
     reference = _frozen_reference(config, policy)
     if config.actor_lora is not None:
         policy = add_adapter(policy, config.actor_lora)
@@ -73,36 +72,17 @@ def build_engine(
         policy,
         critic,
         config=config.learner,
-        temperature=temperature,
+        temperature=config.sampling.temperature,
         num_steps=config.num_steps,
         seed=config.seed,
         accelerator=accelerator,
     )
-    stop_ids = config.sampling.stop_token_ids
-    generator = HFGenerator(
-        learner.policy,
-        temperature=temperature,
-        stop_token_ids=stop_token_ids(tokenizer, causal_model(policy)) if stop_ids is None else stop_ids,
-        seed=config.seed,
-        truncation=_truncation(config.sampling),
-        carried_cache=config.overlap.carried_cache,
-        has_prefix_logprobs=algorithm.needs_proximal,
-        batch_invariant=config.sampling.batch_invariant,
-    )
-    scorers: dict[str, ScorerHandle] = {}
-    if "reward" in algorithm.scorers:
-        scorers["reward"] = _place_reward(reward, learner)
-    if "reference" in algorithm.scorers:
-        scorer = HFReferenceScorer(
-            learner.policy if reference is None else reference.to(learner.accelerator.device),
-            temperature=temperature,
-            without_adapter=reference is None,
-        )
-        scorers["reference"] = InlinePlacement(scorer)
     return OverlapEngine(
         algorithm=algorithm,
-        generator=generator,
-        scorers=scorers,
+        generator=_make_generator(
+            config, learner.policy, tokenizer, has_prefix_logprobs=algorithm.needs_proximal
+        ),
+        scorers=_make_scorers(config, algorithm, learner, reward, reference),
         learner=learner,
         prompts=prompts,
         batch_size=config.batch_size,
@@ -110,6 +90,44 @@ def build_engine(
         overlap=config.overlap,
         listeners=listeners,
     )
+
+
+def _make_generator(
+    config: TrainConfig, policy: nn.Module, tokenizer: PreTrainedTokenizerBase, *, has_prefix_logprobs: bool
+) -> HFGenerator:
+    sampling = config.sampling
+    stop_ids = sampling.stop_token_ids
+    return HFGenerator(
+        policy,
+        temperature=sampling.temperature,
+        stop_token_ids=stop_token_ids(tokenizer, causal_model(policy)) if stop_ids is None else stop_ids,
+        seed=config.seed,
+        truncation=_truncation(sampling),
+        carried_cache=config.overlap.carried_cache,
+        has_prefix_logprobs=has_prefix_logprobs,
+        batch_invariant=sampling.batch_invariant,
+    )
+
+
+def _make_scorers(
+    config: TrainConfig,
+    algorithm: AlgorithmBase,
+    learner: AccelerateLearner,
+    reward: nn.Module | Scorer,
+    reference: nn.Module | None,
+) -> dict[str, ScorerHandle]:
+    """Those that the algorithm needs; without a reference of its own, the policy without its adapter."""
+    scorers: dict[str, ScorerHandle] = {}
+    if "reward" in algorithm.scorers:
+        scorers["reward"] = _place_reward(reward, learner)
+    if "reference" in algorithm.scorers:
+        scorer = HFReferenceScorer(
+            learner.policy if reference is None else reference.to(learner.accelerator.device),
+            temperature=config.sampling.temperature,
+            without_adapter=reference is None,
+        )
+        scorers["reference"] = InlinePlacement(scorer)
+    return scorers
 
 
 def add_adapter(policy: nn.Module, settings: LoraSettings) -> nn.Module:

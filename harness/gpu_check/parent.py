@@ -14,7 +14,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -163,15 +163,5 @@ def _summaries(samples: list[UtilisationSeries], followed: _Followed) -> list[Ut
     summaries = []
     for series in samples:
         window = summarise(series, start_s, end_s)
-        summaries.append(
-            UtilisationSummary(
-                name=series.name,
-                unit=series.unit,
-                mean=window.mean,
-                maximum=window.maximum,
-                energy_joules=window.energy_joules,
-                num_samples=window.num_samples,
-                absent_reason=window.absent_reason,
-            )
-        )
+        summaries.append(UtilisationSummary(name=series.name, unit=series.unit, **asdict(window)))
     return summaries

@@ -20,15 +20,14 @@ import torch
 from pydantic import BaseModel, ConfigDict
 from transformers import GenerationConfig
 
-from harness.environment import describe_environment, num_usable_cores, quieten_transformers
-from harness.folders import make_folder, write_atomically
+from harness.environment import describe_environment, num_usable_cores
 from harness.formatting import markdown_table
 from harness.measurement.operators import Operator, operator_table, slowest_operators
+from harness.measurement.output import carry_out, provenance
 from harness.schema import Environment
 from harness.settings import load_train_config
 from harness.workloads.loading import Workload, load_workload
 from oppo_kit.backends.hf_generator import HFGenerator
-from oppo_kit.errors import OppoError
 from oppo_kit.telemetry.clock import MonotonicClock
 from oppo_kit.types import Prompt, Rollout, RolloutKey
 
@@ -120,8 +119,7 @@ def render(decoding: Decoding) -> str:
                 f"{decoding.longest_tokens}; ours holds all of them, `generate` takes batches of {BATCH_SIZE}. "
                 f"Threads: {threads}. "
                 f"generate / ours: {decoding.ratio_median:.2f} (median over {len(decoding.pairs)} pairs). "
-                f"{decoding.environment.cpu}, {decoding.environment.num_cpu_cores} cores, "
-                f"commit {str(decoding.environment.commit)[:12]}, `{decoding.command}`.",
+                + provenance(decoding.environment, decoding.command),
                 markdown_table(["Pair", "generate, s", "ours, s", "Ratio"], pairs),
                 "Where our time goes: operators by their own share of the CPU time.",
                 operator_table(decoding.operators),
@@ -140,18 +138,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--pairs", type=int, default=5)
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args(arguments)
-    quieten_transformers()
     command = f"python -m harness.measurement.decoding --model {options.model} --pairs {options.pairs}"
-    try:
-        folder = make_folder(options.out)
-        decoding = measure(options.model, draw_limits(), num_pairs=options.pairs, command=command)
-    except OppoError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    write_atomically(folder / "decoding.json", decoding.model_dump_json(indent=2) + "\n")
-    write_atomically(folder / "decoding.md", render(decoding))
-    print(render(decoding))
-    return 0
+    return carry_out(
+        options.out,
+        "decoding",
+        lambda: measure(options.model, draw_limits(), num_pairs=options.pairs, command=command),
+        render,
+    )
 
 
 def make_ours(workload: Workload, limits: list[int]) -> Callable[[], float]:

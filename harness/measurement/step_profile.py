@@ -14,14 +14,13 @@ from pathlib import Path
 import torch
 from pydantic import BaseModel, ConfigDict
 
-from harness.environment import describe_environment, quieten_transformers
-from harness.folders import make_folder, write_atomically
+from harness.environment import describe_environment
 from harness.measurement.operators import Operator, operator_table, slowest_operators
+from harness.measurement.output import carry_out, provenance
 from harness.runners.oppo import make_engine
 from harness.schema import Environment
 from harness.settings import load_train_config
 from harness.workloads.loading import load_workload
-from oppo_kit.errors import OppoError
 from oppo_kit.types import RolloutBatch, StepReport
 
 _NUM_STEPS_BEFORE = 2
@@ -84,8 +83,7 @@ def render(profile: StepProfile) -> str:
             f"# What a step of overcommitted PPO spends its time on, {profile.model}",
             f"One step under the profiler, {profile.num_threads} thread(s): {stages}; "
             f"{profile.tokens_decoded} tokens decoded, {profile.tokens_trained} trained. "
-            f"{profile.environment.cpu}, {profile.environment.num_cpu_cores} cores, commit "
-            f"{str(profile.environment.commit)[:12]}, `{profile.command}`.",
+            + provenance(profile.environment, profile.command),
             "Until the batch is ended and scored, operators by their own share of the CPU time:",
             operator_table(profile.collect),
             "The update:",
@@ -103,20 +101,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args(arguments)
-    quieten_transformers()
     command = (
         f"python -m harness.measurement.step_profile --model {options.model} --threads {options.threads}"
     )
-    try:
-        folder = make_folder(options.out)
-        profile = measure(options.model, num_threads=options.threads, command=command)
-    except OppoError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    write_atomically(folder / "step_profile.json", profile.model_dump_json(indent=2) + "\n")
-    write_atomically(folder / "step_profile.md", render(profile))
-    print(render(profile))
-    return 0
+    return carry_out(
+        options.out,
+        "step_profile",
+        lambda: measure(options.model, num_threads=options.threads, command=command),
+        render,
+    )
 
 
 if __name__ == "__main__":

@@ -120,11 +120,6 @@ class HFGenerator:
         """Responses that are being decoded."""
         return len(self._rows) + len(self._waiting)
 
-    @property
-    def cache_bytes(self) -> int:
-        """Memory of keys and values."""
-        return self._cache.num_bytes
-
     def admit(self, rollouts: Sequence[Rollout]) -> None:
         """Take rollouts; tokens that they have are context.
 

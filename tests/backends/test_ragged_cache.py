@@ -133,7 +133,7 @@ TOUR = [
 ]
 
 
-def carry_out(driver: Driver, operation: tuple) -> None:
+def carry_out_and_check(driver: Driver, operation: tuple) -> None:
     kind, *values = operation
     num_rows = len(driver.rows)
     if kind == "admit":
@@ -177,7 +177,7 @@ def test_any_sequence_of_operations_gives_the_hidden_states_of_one_forward_pass(
         # Blocks pay for rows that differ by hundreds of columns; here rows are short.
         patch.setattr(ragged_attention, "_OVERHEAD_COLUMNS", 4)
         for operation in operations:
-            carry_out(driver, operation)
+            carry_out_and_check(driver, operation)
 
 
 def test_blocks_are_really_used_for_rows_of_unequal_length(monkeypatch) -> None:

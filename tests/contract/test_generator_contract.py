@@ -6,205 +6,33 @@ need no model hold for the engine's fake too, so that what the engine is tested 
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from functools import cache
 from itertools import count
-from typing import Any
 
 import pytest
 import torch
-from fakes import FakeGenerator, VirtualClock, stable_hash
-from peft import LoraConfig, get_peft_model
+from generator_subjects import (
+    STOP_IDS,
+    SUBJECTS,
+    TOLERANCE,
+    assert_same,
+    by_key,
+    decode,
+    decode_all,
+    every_hf_generator,
+    every_way,
+    every_way_and_the_fake,
+    make_generator,
+    make_rollout,
+    make_rollouts,
+    next_logprobs,
+    policy_of,
+    sample_alone,
+    uninterrupted,
+)
 from tiny_models import VOCAB_SIZE, tiny_causal_lm
-from torch import nn
 
-from oppo_kit.backends.hf_generator import HFGenerator
 from oppo_kit.errors import NonFiniteError
-from oppo_kit.ops.noise import gumbel_noise, stream_key, token_keys
-from oppo_kit.protocols import Generator
-from oppo_kit.types import Prompt, Rollout, RolloutKey, TokenChunk
-
-SEED, TEMPERATURE = 3, 0.8
-STOP_IDS = tuple(range(2, VOCAB_SIZE, 9))
-# Log-probs of one token by cache and by plain forward, float32.
-TOLERANCE = 1e-5
-
-
-@dataclass(frozen=True)
-class Subject:
-    """A generator under test: the model it samples from, and its settings."""
-
-    kind: str = "llama"
-    model: dict[str, Any] = field(default_factory=dict)
-    settings: dict[str, Any] = field(default_factory=dict)
-    has_lora: bool = False
-
-    def make_policy(self) -> nn.Module:
-        """A fresh one, that a test may change."""
-        model = tiny_causal_lm(self.kind, **self.model)
-        if not self.has_lora:
-            return model
-        torch.manual_seed(0)
-        config = LoraConfig(r=4, init_lora_weights=False, target_modules=["q_proj", "v_proj", "down_proj"])
-        return get_peft_model(model, config).eval()
-
-    def make(self, policy: nn.Module, *, stop_ids: Sequence[int] = STOP_IDS, **changes: Any) -> HFGenerator:
-        """A generator of this policy."""
-        settings = {"temperature": TEMPERATURE, "seed": SEED, **self.settings, **changes}
-        return HFGenerator(policy, stop_token_ids=stop_ids, **settings)
-
-
-SUBJECTS = {
-    "llama": Subject(),
-    "llama with tied embeddings": Subject(model={"tie_word_embeddings": True}),
-    "llama with eager attention": Subject(model={"attn_implementation": "eager"}),
-    "llama with LoRA": Subject(has_lora=True),
-    "qwen2": Subject("qwen2"),
-    "qwen2, sliding in one layer": Subject(
-        "qwen2", {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}
-    ),
-    "qwen3": Subject("qwen3"),
-    "mistral": Subject("mistral", {"sliding_window": 5}),
-    "gemma": Subject("gemma"),
-    "gemma3": Subject("gemma3"),
-    "gpt2": Subject("gpt2"),
-    "gpt_neox": Subject("gpt_neox"),
-    "opt": Subject("opt"),
-    "four ticks a read": Subject(settings={"ticks_per_read": 4}),
-    "batch-invariant": Subject(settings={"batch_invariant": True}),
-    "carried cache kept": Subject(settings={"carried_cache": "keep"}),
-    "prefix log-probs": Subject(settings={"has_prefix_logprobs": True}),
-}
-RECOMPUTING = sorted(set(SUBJECTS) - {"carried cache kept"})
-
-
-@cache
-def policy_of(name: str) -> nn.Module:
-    """Shared by the tests that leave it as it is."""
-    return SUBJECTS[name].make_policy()
-
-
-def make_generator(name: str, *, has_stops: bool = True) -> Generator:
-    if name == "fake":
-        return FakeGenerator(
-            (lambda draw, sample: 1 + stable_hash(draw, sample) % 15) if has_stops else lambda *_: 10_000,
-            VirtualClock(),
-        )
-    return SUBJECTS[name].make(policy_of(name), stop_ids=STOP_IDS if has_stops else ())
-
-
-# Bookkeeping does not depend on the family of the model: these are the ways through the generator.
-WAYS = [
-    "llama",
-    "llama with LoRA",
-    "gemma3",
-    "gpt2",
-    "four ticks a read",
-    "batch-invariant",
-    "carried cache kept",
-    "prefix log-probs",
-]
-every_hf_generator = pytest.mark.parametrize("name", SUBJECTS)
-every_way = pytest.mark.parametrize("name", WAYS)
-every_way_and_the_fake = pytest.mark.parametrize("name", ["fake", *WAYS])
-
-
-def make_rollout(draw_id: int, num_prompt_tokens: int, limit: int = 12, sample_index: int = 0) -> Rollout:
-    ids = tuple((draw_id * 17 + 5 * index) % VOCAB_SIZE for index in range(num_prompt_tokens))
-    return Rollout(RolloutKey(draw_id, sample_index), Prompt(draw_id, ids, limit))
-
-
-def make_rollouts() -> list[Rollout]:
-    """Unequal prompts and limits; two samples of one draw."""
-    rollouts = [make_rollout(draw, 1 + draw * 5 % 13, limit=3 + draw * 5 % 17) for draw in range(7)]
-    return [*rollouts, make_rollout(6, 5, limit=16, sample_index=1)]
-
-
-def decode(generator: Generator, live: dict[RolloutKey, Rollout], max_tokens: int) -> list[TokenChunk]:
-    """One call; whatever holds for every call of every generator is checked here."""
-    chunks = generator.decode(max_tokens)
-    assert sorted(chunk.key for chunk in chunks) == sorted(live), "one chunk per live rollout"
-    for chunk in chunks:
-        rollout = live[chunk.key]
-        remaining = rollout.remaining_tokens
-        num_tokens = len(chunk.token_ids)
-        assert num_tokens == len(chunk.behaviour_logprobs) <= min(remaining, max_tokens)
-        assert all(logprob <= 0 for logprob in chunk.behaviour_logprobs)
-        # Every live row advances at every tick, so that a chunk's tokens are those of ticks 1, 2, …
-        assert chunk.last_tick == num_tokens
-        if chunk.finish_reason is None:
-            assert num_tokens == max_tokens < remaining
-        elif chunk.finish_reason == "length":
-            assert num_tokens == remaining
-        rollout.append(chunk, base_tick=0)
-        if chunk.finish_reason is not None:
-            del live[chunk.key]
-    return chunks
-
-
-def by_key(rollouts: Sequence[Rollout]) -> dict[RolloutKey, Rollout]:
-    return {rollout.key: rollout for rollout in rollouts if not rollout.is_ended}
-
-
-def decode_all(generator: Generator, rollouts: Sequence[Rollout], max_tokens: int) -> None:
-    live = by_key(rollouts)
-    while live:
-        decode(generator, live, max_tokens)
-    assert generator.decode(max_tokens) == []
-
-
-def assert_same(rollouts: Sequence[Rollout], expected: Sequence[Rollout]) -> None:
-    for one, other in zip(rollouts, expected, strict=True):
-        assert one.key == other.key
-        assert one.token_ids == other.token_ids
-        assert one.behaviour_logprobs == pytest.approx(other.behaviour_logprobs, abs=TOLERANCE)
-        assert one.finish_reason == other.finish_reason
-
-
-def uninterrupted(name: str) -> list[Rollout]:
-    rollouts = make_rollouts()
-    generator = make_generator(name)
-    generator.admit(rollouts)
-    decode_all(generator, rollouts, 64)
-    return rollouts
-
-
-@torch.no_grad()
-def next_logprobs(policy: nn.Module, token_ids: list[int], temperature: float = TEMPERATURE) -> torch.Tensor:
-    return (policy(input_ids=torch.tensor([token_ids])).logits[0, -1] / temperature).log_softmax(-1)
-
-
-def sample_alone(policy: nn.Module, rollout: Rollout, stop_ids: Sequence[int] = STOP_IDS) -> Rollout:
-    """The oracle."""
-    alone = Rollout(rollout.key, rollout.prompt)
-    key = stream_key(SEED, *rollout.key)
-    while not alone.is_ended:
-        logprobs = next_logprobs(policy, [*rollout.prompt.token_ids, *alone.token_ids])
-        noise = gumbel_noise(token_keys([key], [len(alone.token_ids)], 1)[0], VOCAB_SIZE)[0]
-        alone.token_ids.append(int((logprobs + noise).argmax()))
-        alone.behaviour_logprobs.append(float(logprobs[alone.token_ids[-1]]))
-        if alone.token_ids[-1] in stop_ids:
-            alone.finish_reason = "stop"
-        elif not alone.remaining_tokens:
-            alone.finish_reason = "length"
-    return alone
-
-
-@torch.no_grad()
-def forward_logprobs(policy: nn.Module, rollout: Rollout) -> list[float]:
-    """Of all response tokens, by one plain forward pass over this row alone."""
-    num_prompt_tokens = len(rollout.prompt.token_ids)
-    token_ids = [*rollout.prompt.token_ids, *rollout.token_ids]
-    logits = policy(input_ids=torch.tensor([token_ids])).logits[0, num_prompt_tokens - 1 : -1] / TEMPERATURE
-    return logits.log_softmax(-1).gather(1, torch.tensor(rollout.token_ids)[:, None])[:, 0].tolist()
-
-
-@torch.no_grad()
-def change(policy: nn.Module) -> None:
-    for parameter in policy.parameters():
-        parameter.add_(torch.sin(torch.arange(parameter.numel())).reshape(parameter.shape) * 0.05)
+from oppo_kit.types import Prompt, Rollout, RolloutKey
 
 
 @every_hf_generator
@@ -388,108 +216,6 @@ def test_every_token_carries_the_version_that_sampled_it(name: str) -> None:
         [0, 0, 0],
         [5, 5],
     ]
-
-
-@pytest.mark.parametrize("name", RECOMPUTING)
-def test_after_an_update_a_carried_response_goes_on_under_the_new_weights_and_keeps_its_old_tokens(
-    name: str,
-) -> None:
-    """No key or value of the old weights survives (vllm#9744); versions are recorded per token (slime#2092)."""
-    subject, policy = SUBJECTS[name], SUBJECTS[name].make_policy()
-    generator = subject.make(policy, stop_ids=())
-    rollouts = [make_rollout(0, 4, limit=9), make_rollout(1, 2, limit=9), make_rollout(2, 11, limit=9)]
-    generator.admit(rollouts)
-    decode(generator, by_key(rollouts), 5)
-    before = copy.deepcopy(rollouts)
-    change(policy)
-    generator.load_weights(1)
-    rollouts.append(make_rollout(3, 6, limit=9))
-    generator.admit(rollouts[3:])
-    decode_all(generator, rollouts, 2)
-    for rollout, old in zip(rollouts[:3], before, strict=True):
-        assert rollout.token_ids[:5] == old.token_ids
-        assert rollout.behaviour_logprobs[:5] == old.behaviour_logprobs
-        assert rollout.versions == [0] * 5 + [1] * 4
-    largest_change = 0.0
-    for rollout in rollouts:
-        num_old = rollout.versions.count(0)
-        fresh = forward_logprobs(policy, rollout)
-        assert rollout.behaviour_logprobs[num_old:] == pytest.approx(fresh[num_old:], abs=TOLERANCE)
-        stale = forward_logprobs(policy_of(name), rollout)
-        gaps = [abs(one - other) for one, other in zip(fresh, stale, strict=True)]
-        largest_change = max(largest_change, *gaps)
-    assert largest_change > 0.1, "the update changes the policy, else this test says nothing"
-
-
-PREFIX_KINDS = ["prefix log-probs", "gemma3", "mistral", "gpt2", "llama with LoRA", "batch-invariant"]
-
-
-@pytest.mark.parametrize("name", PREFIX_KINDS)
-def test_a_carried_response_brings_the_logprobs_of_its_tokens_under_the_new_weights_once(name: str) -> None:
-    subject, policy = SUBJECTS[name], SUBJECTS[name].make_policy()
-    generator = subject.make(policy, stop_ids=(), has_prefix_logprobs=True)
-    # A prompt of one token: its carried tokens fill the whole prefill.
-    carried = [make_rollout(0, 1, limit=11), make_rollout(1, 8, limit=11), make_rollout(2, 3, limit=11)]
-    generator.admit(carried)
-    assert all(chunk.prefix_logprobs is None for chunk in decode(generator, by_key(carried), 5))
-    change(policy)
-    generator.load_weights(1)
-    fresh = make_rollout(3, 5, limit=11)
-    generator.admit([fresh])
-    rollouts = [*carried, fresh]
-    chunks = {chunk.key.draw_id: chunk for chunk in decode(generator, by_key(rollouts), 2)}
-    assert chunks[3].prefix_logprobs is None
-    for rollout in carried:
-        expected = forward_logprobs(policy, rollout)
-        assert chunks[rollout.key.draw_id].prefix_logprobs == pytest.approx(expected[:5], abs=TOLERANCE)
-        # What is trained on: every token's log-prob under the newest policy that has read it.
-        assert rollout.proximal_logprobs == pytest.approx(expected, abs=TOLERANCE)
-        old = forward_logprobs(policy_of(name), rollout)
-        assert rollout.behaviour_logprobs[:5] == pytest.approx(old[:5], abs=TOLERANCE)
-        assert max(abs(a - b) for a, b in zip(expected[:5], old[:5], strict=True)) > 1e-3
-    assert fresh.proximal_logprobs == fresh.behaviour_logprobs
-    assert all(chunk.prefix_logprobs is None for chunk in decode(generator, by_key(rollouts), 2))
-
-
-def test_without_the_option_no_prefix_is_reported_and_proximal_logprobs_are_those_of_the_behaviour() -> None:
-    policy = SUBJECTS["llama"].make_policy()
-    generator = SUBJECTS["llama"].make(policy, stop_ids=())
-    rollouts = [make_rollout(0, 4)]
-    generator.admit(rollouts)
-    decode(generator, by_key(rollouts), 5)
-    change(policy)
-    generator.load_weights(1)
-    assert all(chunk.prefix_logprobs is None for chunk in decode(generator, by_key(rollouts), 3))
-    assert rollouts[0].proximal_logprobs == rollouts[0].behaviour_logprobs
-
-
-def test_a_kept_cache_is_really_kept_over_an_update_and_only_what_follows_differs() -> None:
-    """The new weights read keys and values of the old ones, so that the log-probs are those of no single policy."""
-    subject = SUBJECTS["carried cache kept"]
-    policy = subject.make_policy()
-    generator = subject.make(policy, stop_ids=(), has_prefix_logprobs=True)
-    carried = [make_rollout(0, 4, limit=9), make_rollout(1, 7, limit=9)]
-    generator.admit(carried)
-    decode(generator, by_key(carried), 5)
-    change(policy)
-    generator.load_weights(1)
-    fresh = make_rollout(2, 6, limit=9)
-    generator.admit([fresh])
-    rollouts = [*carried, fresh]
-    assert all(chunk.prefix_logprobs is None for chunk in decode(generator, by_key(rollouts), 4)), (
-        "no prefill"
-    )
-    for rollout in carried:
-        assert rollout.versions == [0] * 5 + [1] * 4
-        new, old = forward_logprobs(policy, rollout), forward_logprobs(policy_of("llama"), rollout)
-        assert rollout.behaviour_logprobs[:5] == pytest.approx(old[:5], abs=TOLERANCE)
-        for expected in (new, old):
-            gaps = zip(rollout.behaviour_logprobs[5:], expected[5:], strict=True)
-            assert max(abs(one - other) for one, other in gaps) > 1e-3
-    # A row that came after the update shares the cache with them, and nothing else.
-    decode_all(generator, [fresh], 4)
-    assert fresh.behaviour_logprobs == pytest.approx(forward_logprobs(policy, fresh), abs=TOLERANCE)
-    assert fresh.versions == [1] * 9
 
 
 @pytest.mark.parametrize(
