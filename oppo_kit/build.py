@@ -4,24 +4,35 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 from accelerate import Accelerator
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from oppo_kit.algorithm import AlgorithmBase
 from oppo_kit.backends.forward import causal_model, check_one_score
+from oppo_kit.backends.function_scorer import FunctionScorer
 from oppo_kit.backends.hf_generator import HFGenerator
-from oppo_kit.backends.hf_scorer import HFReferenceScorer, HFRewardScorer
-from oppo_kit.backends.loading import check_vocab_sizes, stop_token_ids
+from oppo_kit.backends.hf_scorer import HFCriticScorer, HFReferenceScorer, HFRewardScorer
+from oppo_kit.backends.loading import (
+    check_same_vocabulary,
+    check_vocab_sizes,
+    has_same_vocabulary,
+    stop_token_ids,
+)
+from oppo_kit.backends.rendering import IdsRendering, Rendering, TextRendering
 from oppo_kit.backends.sampler import Truncation
-from oppo_kit.config import LoraSettings, SamplingConfig, TrainConfig
+from oppo_kit.config import LoraSettings, OverlapConfig, SamplingConfig, TrainConfig
 from oppo_kit.engine.loop import OverlapEngine
+from oppo_kit.errors import ConfigError
 from oppo_kit.learner.learner import AccelerateLearner
+from oppo_kit.placement.functions import FunctionPlacement
 from oppo_kit.placement.inline import InlinePlacement
-from oppo_kit.placement.thread import ThreadPlacement
+from oppo_kit.placement.process import place_in_process
+from oppo_kit.placement.thread import ThreadPlacement, place_in_thread
 from oppo_kit.protocols import EventListener, PromptSource, Scorer, ScorerHandle
 from oppo_kit.registry import create_algorithm
 
@@ -36,6 +47,8 @@ def build_engine(
     prompts: PromptSource,
     reward: nn.Module | Scorer,
     critic: nn.Module | None = None,
+    reward_tokenizer: PreTrainedTokenizerBase | None = None,
+    prompt_column: str = "prompt",
     algorithm: AlgorithmBase | None = None,
     accelerator: Accelerator | None = None,
     listeners: Sequence[EventListener] = (),
@@ -47,9 +60,11 @@ def build_engine(
         policy: causal language model, trained in place; PEFT-wrapped here when ``config.actor_lora`` is set.
         tokenizer: of the policy; says which tokens stop a response unless the config does.
         prompts: for example ``oppo_kit.data.PromptDataset``.
-        reward: a sequence classifier with one label on the policy's vocabulary, or any ``Scorer`` called ``reward``
-            (``FunctionScorer`` for Python functions), which then runs in a thread of its own.
+        reward: a sequence classifier with one label, or any ``Scorer`` called ``reward`` (``FunctionScorer`` for Python
+            functions), which then runs in threads of its own.
         critic: sequence classifier that the critic starts from, trained in place; needed by algorithms with a critic.
+        reward_tokenizer: the reward model's; needed where its vocabulary is not the policy's. It then reads text.
+        prompt_column: the column of a prompt that text is made from: text or messages.
         algorithm: an instance instead of the one that ``config.algo`` names.
         accelerator: precision, device and trackers.
         listeners: called with every engine event.
@@ -60,12 +75,12 @@ def build_engine(
     """
     algorithm = algorithm or create_algorithm(config.algo, config.algo_config)
     critic = critic if algorithm.needs_critic else None
-    check_vocab_sizes(
-        causal_model(policy), reward if isinstance(reward, nn.Module) else None, critic, tokenizer
-    )
+    rendering = _rendering(config, tokenizer, reward_tokenizer, prompt_column)
+    reader = reward if isinstance(reward, nn.Module) and isinstance(rendering, IdsRendering) else None
+    check_vocab_sizes(causal_model(policy), reader, critic, tokenizer)
     if critic is not None:
         check_one_score(critic, "critic")
-    reference = _frozen_reference(config, policy)
+    reference = frozen_reference(config, policy)
     if config.actor_lora is not None:
         policy = add_adapter(policy, config.actor_lora)
     learner = AccelerateLearner(
@@ -77,12 +92,13 @@ def build_engine(
         seed=config.seed,
         accelerator=accelerator,
     )
+    generator = _make_generator(
+        config, learner.policy, tokenizer, has_prefix_logprobs=algorithm.needs_proximal
+    )
     return OverlapEngine(
         algorithm=algorithm,
-        generator=_make_generator(
-            config, learner.policy, tokenizer, has_prefix_logprobs=algorithm.needs_proximal
-        ),
-        scorers=_make_scorers(config, algorithm, learner, reward, reference),
+        generator=generator,
+        scorers=_make_scorers(config, algorithm, learner, reward, reference, rendering),
         learner=learner,
         prompts=prompts,
         batch_size=config.batch_size,
@@ -114,20 +130,83 @@ def _make_scorers(
     algorithm: AlgorithmBase,
     learner: AccelerateLearner,
     reward: nn.Module | Scorer,
-    reference: nn.Module | None,
+    reference: nn.Module,
+    rendering: Rendering,
 ) -> dict[str, ScorerHandle]:
-    """Those that the algorithm needs; without a reference of its own, the policy without its adapter."""
-    scorers: dict[str, ScorerHandle] = {}
+    """Those that the algorithm needs, each where the settings place it."""
+    overlap, device = config.overlap, learner.accelerator.device
+    models: dict[str, HFRewardScorer | HFReferenceScorer] = {}
+    handles: dict[str, ScorerHandle] = {}
     if "reward" in algorithm.scorers:
-        scorers["reward"] = _place_reward(reward, learner)
+        if isinstance(reward, nn.Module):
+            models["reward"] = HFRewardScorer(_moved(reward, overlap, device), rendering=rendering)
+        elif isinstance(reward, FunctionScorer):
+            handles["reward"] = FunctionPlacement(reward)
+        else:
+            handles["reward"] = ThreadPlacement(reward)
     if "reference" in algorithm.scorers:
-        scorer = HFReferenceScorer(
-            learner.policy if reference is None else reference.to(learner.accelerator.device),
-            temperature=config.sampling.temperature,
-            without_adapter=reference is None,
+        models["reference"] = HFReferenceScorer(
+            _moved(reference, overlap, device), temperature=config.sampling.temperature
         )
-        scorers["reference"] = InlinePlacement(scorer)
-    return scorers
+    is_streamed = overlap.score_at in ("chunk", "auto")
+    if is_streamed:
+        for scorer in models.values():
+            scorer.probe_streaming()
+    handles |= _place(models, overlap)
+    if is_streamed and overlap.stream_critic and learner.critic is not None:
+        critic = HFCriticScorer(learner.critic)
+        critic.probe_streaming()
+        handles["critic"] = (
+            InlinePlacement(critic) if overlap.placement == "inline" else ThreadPlacement(critic)
+        )
+    return handles
+
+
+def _place(models: Mapping[str, Scorer], overlap: OverlapConfig) -> Mapping[str, ScorerHandle]:
+    if overlap.placement == "inline" or not models:
+        return {name: InlinePlacement(scorer) for name, scorer in models.items()}
+    if overlap.placement == "thread":
+        return place_in_thread(models, num_threads=overlap.scorer_threads)
+    return place_in_process(
+        models,
+        num_threads=overlap.scorer_threads,
+        cores=overlap.scorer_cores,
+        device=overlap.scorer_device,
+    )
+
+
+def _moved(model: nn.Module, overlap: OverlapConfig, device: torch.device) -> nn.Module:
+    """On the scorers' device; a process moves its own copy."""
+    if overlap.scorer_device is None:
+        return model.to(device)
+    return model if overlap.placement == "process" else model.to(overlap.scorer_device)
+
+
+def _rendering(
+    config: TrainConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    reward_tokenizer: PreTrainedTokenizerBase | None,
+    prompt_column: str,
+) -> Rendering:
+    """What the reward model reads.
+
+    Raises:
+        ModelError: ids are asked for, and the vocabularies differ.
+        ConfigError: text is asked for, and the reward model's tokenizer is not given.
+    """
+    if reward_tokenizer is None:
+        if config.reward_input == "text":
+            raise ConfigError(
+                "reward_input 'text' needs the reward model's tokenizer; pass reward_tokenizer="
+            )
+        return IdsRendering()
+    is_text = config.reward_input == "text" or (
+        config.reward_input == "auto" and not has_same_vocabulary(tokenizer, reward_tokenizer)
+    )
+    if is_text:
+        return TextRendering(tokenizer, reward_tokenizer, prompt_column=prompt_column)
+    check_same_vocabulary(tokenizer, reward_tokenizer)
+    return IdsRendering()
 
 
 def add_adapter(policy: nn.Module, settings: LoraSettings) -> nn.Module:
@@ -151,12 +230,9 @@ def _truncation(sampling: SamplingConfig) -> Truncation | None:
     return Truncation(top_k=sampling.top_k, top_p=sampling.top_p, min_p=sampling.min_p)
 
 
-def _frozen_reference(config: TrainConfig, policy: nn.Module) -> nn.Module | None:
-    """A copy of the policy before training; None for LoRA, whose base is the reference."""
-    return None if config.actor_lora is not None else copy.deepcopy(policy)
-
-
-def _place_reward(reward: nn.Module | Scorer, learner: AccelerateLearner) -> ScorerHandle:
-    if isinstance(reward, nn.Module):
-        return InlinePlacement(HFRewardScorer(reward.to(learner.accelerator.device)))
-    return ThreadPlacement(reward)
+def frozen_reference(config: TrainConfig, policy: nn.Module) -> nn.Module:
+    """A copy of the policy before training; for LoRA a second module over the same tensors, which never change."""
+    if config.actor_lora is None:
+        return copy.deepcopy(policy)
+    shared = {id(tensor): tensor for tensor in (*policy.parameters(), *policy.buffers())}
+    return copy.deepcopy(policy, shared)

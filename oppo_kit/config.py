@@ -24,15 +24,53 @@ class OverlapConfig(_Frozen):
     schedule: Literal["sequential", "oppo"] = Field(
         default="oppo", description="sequential waits for all B; oppo trains the first B of B + delta"
     )
-    delta: int = Field(default=0, ge=0, description="Δ, groups held beyond B; 0 to B/2, at most B × max_age")
+    delta: int = Field(
+        default=0, ge=0, description="Δ, groups held beyond B, at most; 0 to B/2, at most B × max_age"
+    )
+    delta_control: Literal["fixed", "paper", "robust"] = Field(
+        default="robust",
+        description="Δ below delta: fixed keeps it; robust lowers it when the reward falls or stops rising; paper "
+        "follows the sign of the reward's change over a window",
+    )
     max_age: int = Field(
         default=2, ge=0, description="versions a group may wait before its step waits for it; 1 to 4"
     )
-    chunk_tokens: int = Field(
-        default=8, ge=1, description="tokens per response between two looks at it; 8 to 512"
+    decode_tokens: int = Field(
+        default=8, ge=1, description="tokens per response between two looks at it; 8 to 64"
     )
-    score_at: Literal["batch", "sample"] = Field(
-        default="batch", description="score when the batch is chosen, or each response as it ends"
+    score_at: Literal["batch", "sample", "chunk", "auto"] = Field(
+        default="batch",
+        description="score when the batch is chosen, each response as it ends, chunk by chunk while it is decoded, or "
+        "whichever is measured to be fastest; chunk and auto need a placement other than inline to gain anything",
+    )
+    chunk_tokens: int = Field(
+        default=32, ge=1, description="tokens of a response between two feeds to the scorers; 8 to 512"
+    )
+    chunk_candidates: tuple[int, ...] = Field(
+        default=(8, 32, 128),
+        min_length=1,
+        description="chunk sizes that score_at auto tries, beside batch and sample",
+    )
+    chunk_control: Literal["paper", "robust"] = Field(
+        default="robust",
+        description="how score_at auto chooses: paper tries each once every 50 steps; robust repeats and eliminates",
+    )
+    placement: Literal["inline", "thread", "process"] = Field(
+        default="inline",
+        description="where reward model and reference run: in the engine's thread, a thread of their own, or a process",
+    )
+    scorer_threads: int = Field(
+        default=1, ge=1, description="CPU threads of a scoring process while the actor decodes"
+    )
+    scorer_cores: tuple[int, ...] | None = Field(
+        default=None, min_length=1, description="CPU cores that a scoring process is pinned to; null: all"
+    )
+    scorer_device: str | None = Field(
+        default=None, description="device of reward model and reference, as cuda:1; null: the policy's"
+    )
+    stream_critic: bool = Field(
+        default=False,
+        description="with score_at chunk, feed the critic too; inline or in a thread, since it is trained here",
     )
     carried_cache: Literal["recompute", "keep"] = Field(
         default="recompute",
@@ -45,6 +83,24 @@ class OverlapConfig(_Frozen):
         if self.schedule == "sequential" and self.delta:
             raise ValueError(
                 f"schedule 'sequential' holds exactly B groups, but delta is {self.delta}; use schedule 'oppo'"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _streaming_fits(self) -> OverlapConfig:
+        if any(tokens < 1 for tokens in self.chunk_candidates):
+            raise ValueError(f"chunk_candidates={list(self.chunk_candidates)} must all be at least 1")
+        if self.scorer_cores is not None and self.placement != "process":
+            raise ValueError(
+                f"scorer_cores pins a process, but placement is {self.placement!r}; set placement to 'process'"
+            )
+        if self.stream_critic and self.score_at not in ("chunk", "auto"):
+            raise ValueError(
+                f"stream_critic feeds chunks, but score_at is {self.score_at!r}; set score_at to 'chunk' or 'auto'"
+            )
+        if self.stream_critic and self.placement == "process":
+            raise ValueError(
+                "stream_critic reads the critic under training, which a process cannot; set placement to 'thread'"
             )
         return self
 
@@ -125,8 +181,15 @@ class TrainConfig(_Frozen):
         default=None,
         description="alias, hub id or folder of a reward model, or module:function; null: the task's own",
     )
+    reward_input: Literal["auto", "ids", "text"] = Field(
+        default="auto",
+        description="what a reward model reads: the policy's token ids, or the text; auto: ids where both have one "
+        "vocabulary",
+    )
     critic: str | None = Field(
-        default=None, description="model the critic starts from; null: the reward model, else the policy"
+        default=None,
+        description="model the critic starts from; null: the reward model where it has the policy's "
+        "vocabulary, else the policy",
     )
     task: str = Field(
         default="tiny",

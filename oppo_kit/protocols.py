@@ -1,7 +1,7 @@
 """The whole contract between the engine and its parts. Read this first.
 
-    prompts ─ admit ─► Generator ─ TokenChunk ─► engine ─ ended rollouts ─► ScorerHandle ─ scores ─┐
-                           ▲                                                                       ▼
+    prompts ─ admit ─► Generator ─ TokenChunk ─► engine ─ feed, submit ─► ScorerHandle ─ scores ─┐
+                           ▲                                                                     ▼
                            └── load_weights(version) ── Learner.update ◄── Algorithm.prepare ◄── RolloutBatch
 
 The engine calls every method from one thread and never two at a time on one object. Only a ScorerHandle may
@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Literal, Protocol, runtime_checkable
 
 from torch import Tensor
 
@@ -28,6 +28,7 @@ from oppo_kit.types import (
     RolloutBatch,
     RolloutKey,
     Score,
+    Span,
     StepReport,
     TokenChunk,
     TrainBatch,
@@ -35,6 +36,8 @@ from oppo_kit.types import (
 
 State = dict[str, Any]
 """Tensors and primitives, nested in dicts and lists, so that ``torch.load(weights_only=True)`` reads it."""
+
+CallPer = Literal["response", "group", "batch"]
 
 
 class Clock(Protocol):
@@ -75,7 +78,12 @@ class Generator(Protocol):
 
 
 class Scorer(Protocol):
-    """Scores ended rollouts: a reward model, a reference policy, a Python function."""
+    """Scores ended rollouts: a reward model, a reference policy, a Python function.
+
+    An attribute ``call_per`` may say what one call must hold: ``response`` (the default: any ended ones), ``group``
+    (whole groups) or ``batch`` (the B groups of a step, since scores depend on each other). An attribute
+    ``follows_weights`` says that scores are those of the weights under training: an update makes them void.
+    """
 
     name: str
 
@@ -83,13 +91,39 @@ class Scorer(Protocol):
         """One score per rollout, in order; None abstains, and its group is rejected by the engine."""
 
 
+@runtime_checkable
+class StreamingScorer(Scorer, Protocol):
+    """One that reads a response while it is decoded; its scores are those without ``feed``, to rounding."""
+
+    def feed(self, rollouts: Sequence[Rollout]) -> None:
+        """Prefill what is new of rollouts that have not ended; each holds all of its tokens so far."""
+
+    def forget(self, keys: Sequence[RolloutKey] | None) -> None:
+        """Drop what was prefilled of these rollouts, or of all; the unknown are ignored."""
+
+
 class ScorerHandle(Protocol):
     """A scorer somewhere (see ``oppo_kit.placement``): the engine sees futures only."""
 
     name: str
+    call_per: CallPer
+    follows_weights: bool
+    can_stream: bool
 
-    def submit(self, rollouts: Sequence[Rollout]) -> Future[list[Score | None]]:
-        """Start scoring; a failure is the future's exception."""
+    def submit(self, rollouts: Sequence[Rollout], *, is_awaited: bool = False) -> list[Future[Score | None]]:
+        """Start scoring ended rollouts, one future each; a failure is the futures' exception."""
+
+    def feed(self, rollouts: Sequence[Rollout]) -> None:
+        """Hand on unfinished rollouts; returns at once. One that is not read yet is replaced by a later one."""
+
+    def forget(self, keys: Sequence[RolloutKey] | None) -> None:
+        """See ``StreamingScorer``; when it returns, a scorer in this process is not at work on them."""
+
+    def check(self) -> None:
+        """Raise what a feed raised, or the death of the part, if there was one."""
+
+    def take_spans(self) -> list[Span]:
+        """What was done since the last call."""
 
     def close(self) -> None:
         """Release what the placement holds; called once, also after a failure."""

@@ -11,7 +11,9 @@ Glossary (one word per idea, everywhere):
 - **draw**: one taking of a prompt from the data; ``draw_id`` is 0, 1, 2, …, never reused.
 - **B** (``batch_size``): groups trained per step. **Δ** (``delta``): the overcommit, groups held beyond B.
 - **in flight**: admitted and not ended. **queued**: ended and not yet trained. **deferred**: carried over an update.
-- **chunk**: the tokens that one call of ``Generator.decode`` adds to one rollout.
+- **chunk**: tokens of one rollout that are handed on at once: by the generator (``TokenChunk``, ``decode_tokens`` at
+  most), or to the scorers (``chunk_tokens`` at least, the paper's chunk).
+- **feed**: to give a scorer the chunk of a rollout that has not ended, to be prefilled.
 - **tick**: one decode iteration over all live rows; ticks also count inside a chunk.
 - **version**: number of weight updates so far; the version of a token is the one that sampled it.
 - **age**: versions between a group's first token and its training.
@@ -29,6 +31,9 @@ from torch import Tensor
 
 FinishReason = Literal["stop", "length"]
 Score = float | list[float]
+
+EFFECTIVE_SAMPLE = "oppo/effective_sample_frac"
+"""The learner's metric that the controller of Δ reads; see ``AccelerateLearner.update``."""
 
 
 class RolloutKey(NamedTuple):
@@ -121,6 +126,12 @@ class Rollout:
     def remaining_tokens(self) -> int:
         """Tokens that may still be sampled: the limit less all tokens so far, whatever step they came from."""
         return self.prompt.max_new_tokens - len(self.token_ids)
+
+    def snapshot(self) -> Rollout:
+        """What a scorer reads of it, as it is now: prompt, tokens, why it ended."""
+        return Rollout(
+            self.key, self.prompt, token_ids=list(self.token_ids), finish_reason=self.finish_reason
+        )
 
     def append(self, chunk: TokenChunk, *, base_tick: int) -> None:
         """Add a chunk; ``base_tick`` is the global tick before the decode call that made it."""
@@ -306,16 +317,38 @@ class PolicyOutputs:
     values: Tensor | None
 
 
+class Span(NamedTuple):
+    """What one part did between two moments of one clock.
+
+    Attributes:
+        lane: who did it: ``actor``, or the placement of a scorer.
+        name: a stage of the step, or ``feed`` or ``score`` and the scorer's name.
+        start_s: monotonic seconds, the same clock in all processes of a machine.
+        stop_s: the same.
+        num_tokens: tokens that were read; 0 where nobody counts.
+    """
+
+    lane: str
+    name: str
+    start_s: float
+    stop_s: float
+    num_tokens: int = 0
+
+
 @dataclass(slots=True)
 class StepReport:
     """One engine step. ``drawn == trained + in_flight + queued + sum(rejected.values())``, always (groups).
 
-    Times are seconds of the step's wall time; ``engine_s`` is what no part accounts for: the engine's own.
+    Times are seconds of the step's wall time; ``engine_s`` is what no part accounts for: the engine's own. ``score_s``
+    is what the step waited for scores; ``score_busy_s`` what scorers worked, beside it or while it waited.
+    ``score_at`` and ``chunk_tokens`` (0: no chunks) are what this step used. ``tokens_prefetched`` were read by scorers
+    before their response had ended, ``tokens_scored`` after. ``spans`` is the step's timeline.
     """
 
     step: int
     version: int
     delta: int
+    score_at: str
     chunk_tokens: int
     groups_trained: int
     responses_trained: int
@@ -332,12 +365,16 @@ class StepReport:
     train_s: float
     sync_s: float
     engine_s: float
+    score_busy_s: float
+    tokens_prefetched: int
+    tokens_scored: int
     age_mean: float
     age_max: int
     num_deferred: int
     trained_lengths: list[int]
     reward_mean: float | None
     metrics: dict[str, float]
+    spans: list[Span]
 
 
 def length_mask(lengths: Tensor, num_tokens: int) -> Tensor:

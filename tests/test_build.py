@@ -6,70 +6,16 @@ import copy
 
 import pytest
 import torch
-from tiny_models import VOCAB_SIZE, tiny_causal_lm, tiny_classifier, tiny_tokenizer
+from tiny_engine import LONG_TAILED, TOKENIZER, make_engine, reward_by_length, trajectory
+from tiny_models import tiny_classifier
 
 from algorithms.ppo import PPO, PPOConfig
-from oppo_kit import OverlapConfig, PromptDataset, SamplingConfig, TrainConfig, build_engine
 from oppo_kit.backends.forward import response_logprobs
 from oppo_kit.backends.function_scorer import FunctionScorer
 from oppo_kit.checkpoint import CHECKPOINT_NAME, load_checkpoint, save_checkpoint
 from oppo_kit.errors import ModelError, StateError
 from oppo_kit.ops.batching import pad_prompts_and_responses
 from oppo_kit.types import RolloutBatch
-
-TOKENIZER = tiny_tokenizer()
-WORDS = ("ab", "cat 12", "the 3 dogs", "x", "hello world", "1+2=", "zebra")
-
-
-# A response ends with probability of about 0.1 a token, so that some are carried.
-LONG_TAILED = {"response_length": 40, "stop_token_ids": tuple(range(0, VOCAB_SIZE, 10))}
-
-
-def reward_by_length(prompts, completions, **columns):
-    return [float(len(text)) for text in completions]
-
-
-def make_engine(
-    *,
-    reward=None,
-    num_steps: int = 3,
-    lora: bool = False,
-    critic=None,
-    sampling=None,
-    algorithm=None,
-    **overlap,
-):
-    config = TrainConfig(
-        batch_size=4,
-        num_steps=num_steps,
-        algo_config={"num_ppo_epochs": 1, "num_mini_batches": 2},
-        sampling=SamplingConfig(**{"temperature": 1.0, "response_length": 12, **(sampling or {})}),
-        overlap=OverlapConfig(**{"chunk_tokens": 4, **overlap}),
-        learner={"learning_rate": 1e-3},
-        actor_lora={"r": 4} if lora else None,
-    )
-    prompts = PromptDataset(
-        [{"prompt": word} for word in WORDS], TOKENIZER, prompt_column="prompt", max_new_tokens=12, seed=0
-    )
-    return build_engine(
-        config,
-        policy=tiny_causal_lm(),
-        tokenizer=TOKENIZER,
-        prompts=prompts,
-        reward=tiny_classifier() if reward is None else reward,
-        critic=critic or tiny_classifier(seed=5),
-        algorithm=algorithm,
-    )
-
-
-def trajectory(engine) -> list:
-    with engine:
-        steps = []
-        while engine.num_steps_done < engine.num_steps:
-            batch = engine.collect()
-            steps.append([(group.draw_id, group.rollouts[0].token_ids) for group in batch.groups])
-            engine.step(batch)
-        return steps
 
 
 def parameters(engine) -> list[torch.Tensor]:
@@ -80,7 +26,11 @@ def test_at_delta_zero_overlap_changes_no_token_and_no_weight() -> None:
     """verl#6780: the run without overlap and the run with it are one run."""
     sequential = make_engine(schedule="sequential")
     expected = trajectory(sequential)
-    for overlap in ({"chunk_tokens": 1}, {"score_at": "sample"}, {"chunk_tokens": 64, "score_at": "sample"}):
+    for overlap in (
+        {"decode_tokens": 1},
+        {"score_at": "sample"},
+        {"decode_tokens": 64, "score_at": "sample"},
+    ):
         engine = make_engine(**overlap)
         assert trajectory(engine) == expected
         for one, other in zip(parameters(engine), parameters(sequential), strict=True):
@@ -102,7 +52,11 @@ def test_batch_invariant_runs_with_and_without_overlap_are_equal_to_the_bit() ->
             return collected
 
     expected = batches(schedule="sequential")
-    for overlap in ({"chunk_tokens": 1}, {"score_at": "sample"}, {"chunk_tokens": 64, "score_at": "sample"}):
+    for overlap in (
+        {"decode_tokens": 1},
+        {"score_at": "sample"},
+        {"decode_tokens": 64, "score_at": "sample"},
+    ):
         for one, other in zip(batches(**overlap), expected, strict=True):
             assert torch.equal(one.response_ids, other.response_ids)
             assert torch.equal(one.behaviour_logprobs, other.behaviour_logprobs)
@@ -123,7 +77,7 @@ def test_the_proximal_logprobs_of_carried_tokens_are_those_of_the_weights_about_
     """Fresh tokens have the behaviour log-probs; carried ones, prefilled again, those of the new policy."""
     algorithm = Watched(PPOConfig(num_ppo_epochs=1, num_mini_batches=1))
     num_moved = 0
-    with make_engine(num_steps=4, delta=4, chunk_tokens=2, algorithm=algorithm, sampling=LONG_TAILED) as e:
+    with make_engine(num_steps=4, delta=4, decode_tokens=2, algorithm=algorithm, sampling=LONG_TAILED) as e:
         for _ in range(4):
             batch = e.collect()
             rows = pad_prompts_and_responses(
@@ -164,7 +118,7 @@ def test_a_kept_cache_of_carried_responses_shows_in_the_behaviour_gap() -> None:
         with make_engine(
             num_steps=4,
             delta=4,
-            chunk_tokens=2,
+            decode_tokens=2,
             carried_cache=carried_cache,
             sampling=LONG_TAILED,
         ) as engine:

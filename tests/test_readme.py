@@ -64,7 +64,7 @@ def test_the_algorithm_of_the_readme_learns_through_the_engine() -> None:
         batch_size=16,
         num_steps=12,
         sampling=SamplingConfig(temperature=1.0, response_length=8),
-        overlap=OverlapConfig(delta=4, chunk_tokens=4),
+        overlap=OverlapConfig(delta=4, decode_tokens=4),
         learner={"learning_rate": 5e-3, "lr_scheduler_type": "constant"},
     )
     engine = build_engine(

@@ -70,7 +70,7 @@ class CheckSize:
     Attributes:
         batch_size: B.
         delta: Δ of the overcommitted runner.
-        chunk_tokens: between two looks at the responses.
+        decode_tokens: between two looks at the responses.
         num_prompt_tokens: of every prompt.
         num_mini_batches: optimizer steps of a batch; what one of them holds must fit into memory unsplit.
         lengths: of the responses.
@@ -80,7 +80,7 @@ class CheckSize:
 
     batch_size: int
     delta: int
-    chunk_tokens: int
+    decode_tokens: int
     num_prompt_tokens: int
     num_mini_batches: int
     lengths: ResponseLengths
@@ -92,7 +92,7 @@ SIZES: dict[Size, CheckSize] = {
     "full": CheckSize(
         batch_size=32,
         delta=16,
-        chunk_tokens=16,
+        decode_tokens=16,
         num_prompt_tokens=128,
         num_mini_batches=4,
         lengths=FULL_LENGTHS,
@@ -102,7 +102,7 @@ SIZES: dict[Size, CheckSize] = {
     "small": CheckSize(
         batch_size=4,
         delta=2,
-        chunk_tokens=4,
+        decode_tokens=4,
         num_prompt_tokens=6,
         num_mini_batches=2,
         lengths=SMALL_LENGTHS,
@@ -138,7 +138,7 @@ def train_config(model: CheckModel, size: CheckSize) -> TrainConfig:
             "response_length": size.lengths.longest,
             "stop_token_ids": (),
         },
-        "overlap": {"delta": size.delta, "max_age": 2, "chunk_tokens": size.chunk_tokens},
+        "overlap": {"delta": size.delta, "max_age": 2, "decode_tokens": size.decode_tokens},
         "learner": {"learning_rate": 1e-6, "lr_scheduler_type": "constant", "max_grad_norm": None},
     }
     return TrainConfig.model_validate(values)

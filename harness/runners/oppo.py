@@ -23,7 +23,7 @@ def run_sequential(
     spec: RunSpec, workload: Workload, evaluate: Evaluate, on_step: OnStep
 ) -> tuple[list[Step], list[Evaluation]]:
     """Decode all B to their end, score, train, again."""
-    overlap = OverlapConfig(schedule="sequential", chunk_tokens=spec.train.overlap.chunk_tokens)
+    overlap = OverlapConfig(schedule="sequential", decode_tokens=spec.train.overlap.decode_tokens)
     return _run(spec, overlap, workload, evaluate, on_step)
 
 

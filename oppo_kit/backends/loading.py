@@ -12,7 +12,7 @@ import json
 import logging
 import os
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -188,6 +188,17 @@ def _as_ids(value: Any) -> list[int]:
     return list(value) if isinstance(value, list | tuple) else [] if value is None else [value]
 
 
+def has_same_vocabulary(
+    policy_tokenizer: PreTrainedTokenizerBase, reward_tokenizer: PreTrainedTokenizerBase
+) -> bool:
+    """Whether every token of the policy has the same id in the reward model."""
+    return not _differing_tokens(policy_tokenizer.get_vocab(), reward_tokenizer.get_vocab())
+
+
+def _differing_tokens(policy: Mapping[str, int], reward: Mapping[str, int]) -> list[tuple[int, str]]:
+    return sorted((index, token) for token, index in policy.items() if reward.get(token) != index)
+
+
 def check_same_vocabulary(
     policy_tokenizer: PreTrainedTokenizerBase, reward_tokenizer: PreTrainedTokenizerBase
 ) -> None:
@@ -200,7 +211,7 @@ def check_same_vocabulary(
         ModelError: naming sizes and the first differing tokens.
     """
     policy, reward = policy_tokenizer.get_vocab(), reward_tokenizer.get_vocab()
-    differing = sorted((index, token) for token, index in policy.items() if reward.get(token) != index)
+    differing = _differing_tokens(policy, reward)
     if not differing:
         return
     shown = ", ".join(
@@ -208,8 +219,8 @@ def check_same_vocabulary(
     )
     raise ModelError(
         f"the policy's and the reward model's vocabularies differ in {len(differing)} tokens (sizes "
-        f"{len(policy)} and {len(reward)}; {shown}); the reward model reads the policy's token ids, so pass "
-        "one of the same model family"
+        f"{len(policy)} and {len(reward)}; {shown}); set reward_input to 'text', or pass a reward "
+        "model of the policy's family"
     )
 
 

@@ -10,9 +10,17 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 from oppo_kit.errors import StateError
 from oppo_kit.types import Group, Rollout, RolloutKey, TokenChunk
+
+
+class Ended(NamedTuple):
+    """What ended by some chunks: responses, and the groups whose last response is among them, by draw id."""
+
+    rollouts: list[Rollout]
+    groups: list[Group]
 
 
 class OvercommitBuffer:
@@ -58,13 +66,13 @@ class OvercommitBuffer:
         self.num_drawn += 1
         self._insert(group)
 
-    def apply(self, chunks: Iterable[TokenChunk], *, base_tick: int, step: int) -> list[Group]:
-        """Append chunks to their rollouts; returns the groups that ended by it, by draw id.
+    def apply(self, chunks: Iterable[TokenChunk], *, base_tick: int, step: int) -> Ended:
+        """Append chunks to their rollouts; returns what ended by it.
 
         Raises:
             StateError: a chunk of a rollout that is not live, or that overruns its limit.
         """
-        ended: list[Group] = []
+        ended = Ended([], [])
         for chunk in chunks:
             rollout = self._live.get(chunk.key)
             if rollout is None:
@@ -77,11 +85,13 @@ class OvercommitBuffer:
             rollout.append(chunk, base_tick=base_tick)
             if rollout.is_ended:
                 del self._live[chunk.key]
+                ended.rollouts.append(rollout)
                 group = self._groups[chunk.key.draw_id]
                 if group.is_ended:
                     group.ended_step = step
-                    ended.append(group)
-        return sorted(ended, key=lambda group: group.draw_id)
+                    ended.groups.append(group)
+        ended.groups.sort(key=lambda group: group.draw_id)
+        return ended
 
     def holds(self, groups: Sequence[Group]) -> bool:
         """Whether all of these are in flight or queued."""

@@ -1,8 +1,8 @@
 """The overlap engine: fill, decode, choose, score, learn, hand over the weights.
 
-    admit to B + Δ ─► decode a chunk ─► has a batch ended? ─no─┐   consumes: prompts, token chunks, scores
-         ▲                  ▲───────────────────────────────────┘   waits for: the first B groups, then their scores
-         │                        yes ─► scores ─► prepare ─► update ─► load_weights(version + 1)
+    admit to B + Δ ─► decode a chunk, hand it to the scorers ─► has a batch ended? ─no─┐   consumes: prompts, chunks,
+         ▲                  ▲──────────────────────────────────────────────────────────┘   scores; waits for: the first
+         │                        yes ─► scores ─► prepare ─► update ─► load_weights(version + 1)  B groups, their scores
          └────────────────────────── the unfinished keep their tokens ◄──────────┘
 
 Knows no model, tokenizer or algorithm; all parts come through ``oppo_kit.protocols``. It runs in one thread; only
@@ -16,8 +16,10 @@ from contextlib import contextmanager
 from typing import Any
 
 from oppo_kit.config import OverlapConfig
-from oppo_kit.engine.buffer import OvercommitBuffer
+from oppo_kit.engine.adaptation import Adaptation
+from oppo_kit.engine.buffer import Ended, OvercommitBuffer
 from oppo_kit.engine.checks import check_settings
+from oppo_kit.engine.reporting import make_report
 from oppo_kit.engine.schedules import create_schedule
 from oppo_kit.engine.scoring import ScoringDesk
 from oppo_kit.engine.state import STATE_VERSION, pack_group, unpack_group
@@ -52,7 +54,7 @@ class OverlapEngine:
     Args:
         algorithm: what is learned from a batch.
         generator: samples responses; holds the same weights as the learner at the start (version 0).
-        scorers: by the names that the algorithm asks for.
+        scorers: by the names that the algorithm asks for; ``critic`` too, where its values are streamed.
         learner: owns the models under training.
         prompts: draw n is prompt n.
         batch_size: B, groups per step.
@@ -92,12 +94,16 @@ class OverlapEngine:
         self.prompts = prompts
         self._schedule = create_schedule(overlap)
         self._buffer = OvercommitBuffer()
-        self.scorers = {name: scorers[name] for name in sorted(algorithm.scorers)}
+        self._adaptation = Adaptation(overlap)
+        has_critic_scorer = algorithm.needs_critic and "critic" in scorers
+        names = algorithm.scorers | ({"critic"} if has_critic_scorer else set())
+        self.scorers = {name: scorers[name] for name in sorted(names)}
         self._desk = ScoringDesk(self.scorers)
         self._stopwatch = Stopwatch(clock or MonotonicClock(), stages=("generate", "score", "train", "sync"))
         self._listeners = list(listeners)
         self._tick = 0
         self._tokens_decoded = 0
+        self._ticks_since_feed = 0
         self._num_skipped_in_a_row = 0
 
     @property
@@ -125,6 +131,7 @@ class OverlapEngine:
         if self.num_steps_done >= self.num_steps:
             raise StateError(f"all {self.num_steps} steps are done; build an engine with more num_steps")
         self._stopwatch.start_step()
+        self._schedule.delta = self._adaptation.delta
         self._admit(self._num_to_admit())
         settled: set[int] = set()
         num_rejected = 0
@@ -148,7 +155,9 @@ class OverlapEngine:
                     self._reject(group, rejections[group.draw_id])
             self._admit(max(0, self.batch_size - len(self._buffer)))
         batch = RolloutBatch.from_groups(groups, self.version)
-        if self.algorithm.needs_critic:
+        if "critic" in self.scorers:
+            batch.values = batch.scores.pop("critic")
+        elif self.algorithm.needs_critic:
             with self._part("train", "learner", groups):
                 batch.values = self.learner.compute_values(batch)
         self._emit("selected", draws=[group.draw_id for group in groups], version=self.version)
@@ -173,10 +182,12 @@ class OverlapEngine:
             )
         if not self._buffer.holds(batch.groups):
             raise StateError("the batch was trained or rejected before; call collect() for the next one")
+        with self._part("score", "scorer", batch.groups):
+            self._desk.before_update(self._buffer.groups)
         with self._part("train", "learner", batch.groups):
             train_batch = self.algorithm.prepare(batch)
             metrics = self._update(train_batch)
-        report = self._report(batch, train_batch, metrics)
+        report = self._report(batch, train_batch.metrics | metrics)
         self._emit("updated", version=self.version, step=report.step)
         with self._part("train", f"hook on_update of {self.algorithm.name!r}", batch.groups):
             self.algorithm.on_update(report)
@@ -207,6 +218,7 @@ class OverlapEngine:
             "num_drawn": self._buffer.num_drawn,
             "num_trained": self._buffer.num_trained,
             "rejected": dict(self._buffer.rejected),
+            "controllers": self._adaptation.state_dict(),
             "groups": [pack_group(group) for group in self._buffer.groups],
         }
 
@@ -227,6 +239,7 @@ class OverlapEngine:
         if missing:
             raise StateError(f"saved state lacks {missing}; it is damaged")
         groups = [unpack_group(packed) for packed in state["groups"]]
+        self._adaptation.load_state_dict(state["controllers"])
         self.generator.evict([rollout.key for rollout in self._buffer.live_rollouts])
         for group in self._buffer.groups:
             self._desk.forget(group)
@@ -277,25 +290,38 @@ class OverlapEngine:
 
     def _decode(self) -> None:
         with self._part("generate", "generator", ()):
-            chunks = self.generator.decode(self.overlap.chunk_tokens)
+            chunks = self.generator.decode(self.overlap.decode_tokens)
         if not chunks:
             raise PartFailedError(
                 f"the generator returned no chunk while {len(self._buffer.live_rollouts)} responses are in flight"
             )
         ended = self._buffer.apply(chunks, base_tick=self._tick, step=self.num_steps_done)
-        self._tick += self.overlap.chunk_tokens
+        self._tick += self.overlap.decode_tokens
         num_tokens = sum(len(chunk.token_ids) for chunk in chunks)
         self._tokens_decoded += num_tokens
         with self._part("train", f"hook on_chunk of {self.algorithm.name!r}", ()):
             self.algorithm.on_chunk(chunks)
         self._emit("decoded", num_tokens=num_tokens, num_rows=len(chunks))
-        for group in ended:
+        for group in ended.groups:
             with self._part("train", f"hook on_complete of {self.algorithm.name!r}", (group,)):
                 self.algorithm.on_complete(group)
             self._emit("ended", draw=group.draw_id, tick=group.end_tick)
-        if self.overlap.score_at == "sample" and ended:
-            with self._part("score", "scorer", ended):
-                self._desk.submit(ended)
+        with self._part("score", "scorer", ended.groups):
+            self._hand_to_scorers(ended)
+
+    def _hand_to_scorers(self, ended: Ended) -> None:
+        """As this step's plan says: nothing, what ended, or what is unfinished too."""
+        plan = self._adaptation.plan
+        self._desk.check()
+        if plan.score_at == "batch":
+            return
+        if ended.rollouts:
+            self._desk.submit_ended(ended)
+        self._ticks_since_feed += self.overlap.decode_tokens
+        if plan.score_at == "chunk" and self._ticks_since_feed >= plan.chunk_tokens:
+            self._ticks_since_feed = 0
+            if live := self._buffer.live_rollouts:
+                self._desk.feed(live)
 
     def _settle(self, groups: Sequence[Group]) -> dict[int, str]:
         with self._part("score", "scorer", groups):
@@ -327,34 +353,21 @@ class OverlapEngine:
             self.generator.load_weights(self.version)
         return metrics
 
-    def _report(self, batch: RolloutBatch, train_batch: TrainBatch, metrics: dict[str, float]) -> StepReport:
+    def _report(self, batch: RolloutBatch, metrics: dict[str, float]) -> StepReport:
         times = self._stopwatch.stop_step()
-        ages = [group.age(batch.version) for group in batch.groups]
-        lengths = batch.response_lengths.tolist()
-        rewards = batch.scores.get("reward")
-        is_trained = self.version != batch.version
-        report = StepReport(
+        report = make_report(
+            batch,
+            self._buffer,
             step=self.num_steps_done,
-            version=batch.version,
+            is_trained=self.version != batch.version,
             delta=self._schedule.delta,
-            chunk_tokens=self.overlap.chunk_tokens,
-            groups_trained=len(batch.groups) if is_trained else 0,
-            responses_trained=batch.num_rows if is_trained else 0,
-            drawn=self._buffer.num_drawn,
-            trained=self._buffer.num_trained,
-            in_flight=self._buffer.num_in_flight,
-            queued=self._buffer.num_queued,
-            rejected=dict(self._buffer.rejected),
+            plan=self._adaptation.plan,
             tokens_decoded=self._tokens_decoded,
-            tokens_trained=sum(lengths) if is_trained else 0,
-            **times,
-            age_mean=sum(ages) / len(ages),
-            age_max=max(ages),
-            num_deferred=sum(group.admitted_step < self.num_steps_done for group in batch.groups),
-            trained_lengths=lengths,
-            reward_mean=None if rewards is None else float(rewards.mean()),
-            metrics=train_batch.metrics | metrics | _kept_mass(batch),
+            times=times,
+            spans=self._stopwatch.take_spans() + self._desk.take_spans(),
+            metrics=metrics,
         )
+        self._adaptation.observe(report)
         self._tokens_decoded = 0
         self.num_steps_done += 1
         return report
@@ -376,9 +389,3 @@ class OverlapEngine:
     def _emit(self, kind: str, **facts: Any) -> None:
         for listener in self._listeners:
             listener(kind, {"time_s": self._stopwatch.now_s(), **facts})
-
-
-def _kept_mass(batch: RolloutBatch) -> dict[str, float]:
-    """Reported where truncation took something away."""
-    kept = batch.kept_mass_mean
-    return {"oppo/kept_mass": kept} if kept < 1.0 else {}

@@ -7,48 +7,47 @@ into one. Knows nothing of how a scorer works or where it runs.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
 
+from oppo_kit.engine.buffer import Ended
 from oppo_kit.errors import OppoError, PartFailedError
 from oppo_kit.protocols import ScorerHandle
-from oppo_kit.types import Group, Rollout, Score
+from oppo_kit.types import Group, Rollout, RolloutKey, Score, Span
 
 ABSTAINED = "abstained"
 NON_FINITE_SCORE = "non_finite_score"
 FLOAT32_MAX = 3.4028234663852886e38
 
 
-@dataclass(frozen=True)
-class _Submission:
-    """Where the scores of one group's rollouts will be: rows ``rows`` of a future over ``num_rollouts``."""
-
-    future: Future[list[Score | None]]
-    num_rollouts: int
-    rows: slice
-
-
 class ScoringDesk:
-    """One per engine. Every ended rollout is submitted once to every scorer, however often it is considered."""
+    """One per engine. Every ended rollout is submitted once to every scorer, however often it is considered.
+
+    The exception is a scorer that is called per batch: it is asked anew when the batch is another one.
+    """
 
     def __init__(self, handles: Mapping[str, ScorerHandle]) -> None:
         self._handles = dict(handles)
-        self._pending: dict[tuple[int, str], _Submission] = {}
+        self._pending: dict[tuple[RolloutKey, str], Future[Score | None]] = {}
+        # The draws that a scorer called per batch has scored together.
+        self._batches: dict[str, list[int]] = {}
 
-    def submit(self, groups: Sequence[Group]) -> None:
-        """Start scoring those that are neither scored nor submitted; one call per scorer."""
+    def feed(self, rollouts: Sequence[Rollout]) -> None:
+        """Hand unfinished rollouts to the scorers that can read them."""
+        for handle in self._handles.values():
+            if handle.can_stream:
+                handle.feed(rollouts)
+
+    def submit_ended(self, ended: Ended) -> None:
+        """Start scoring what ended, as far as a scorer needs nothing else beside it."""
         for name, handle in self._handles.items():
-            todo = [g for g in groups if (g.draw_id, name) not in self._pending and not _has_score(g, name)]
-            if not todo:
+            if handle.call_per == "batch" or handle.follows_weights:
                 continue
-            rollouts = [rollout for group in todo for rollout in group.rollouts]
-            future = handle.submit(rollouts)
-            start = 0
-            for group in todo:
-                rows = slice(start, start + len(group.rollouts))
-                self._pending[group.draw_id, name] = _Submission(future, len(rollouts), rows)
-                start = rows.stop
+            if handle.call_per == "response":
+                self._submit(name, ended.rollouts)
+                continue
+            for group in ended.groups:
+                self._submit(name, group.rollouts)
 
     def settle(self, groups: Sequence[Group]) -> dict[int, str]:
         """Wait for all scores of these groups and store them; returns the rejected draws with their reason.
@@ -56,57 +55,109 @@ class ScoringDesk:
         Raises:
             PartFailedError: a scorer raised, died or returned something that does not fit its rollouts.
         """
-        self.submit(groups)
+        for name, handle in self._handles.items():
+            if handle.call_per == "batch":
+                self._submit_batch(name, groups)
+            elif handle.call_per == "group":
+                for group in groups:
+                    self._submit(name, group.rollouts, is_awaited=True)
+            else:
+                self._submit(name, [r for group in groups for r in group.rollouts], is_awaited=True)
         rejections: dict[int, str] = {}
         for group in groups:
             for name in self._handles:
-                submission = self._pending.pop((group.draw_id, name), None)
-                if submission is None:
-                    continue
-                reason = self._store(name, group, submission)
-                if reason:
-                    rejections.setdefault(group.draw_id, reason)
+                for rollout in group.rollouts:
+                    future = self._pending.pop((rollout.key, name), None)
+                    reason = None if future is None else self._store(name, rollout, future)
+                    if reason:
+                        rejections.setdefault(group.draw_id, reason)
         return rejections
 
+    def check(self) -> None:
+        """Raise what went wrong in a part, without waiting for anything.
+
+        Raises:
+            PartFailedError: a scorer raised or died.
+        """
+        for name, handle in self._handles.items():
+            try:
+                handle.check()
+            except OppoError:
+                raise
+            except Exception as error:
+                raise PartFailedError(
+                    f"scorer {name!r} failed while it read unfinished responses: {type(error).__name__}: {error}; "
+                    "the cause stands above"
+                ) from error
+        for (key, name), future in self._pending.items():
+            if future.done() and not future.cancelled() and future.exception() is not None:
+                self._result(name, key, future)
+
     def forget(self, group: Group) -> None:
-        """Drop what is pending for a rejected group."""
-        for name in self._handles:
-            self._pending.pop((group.draw_id, name), None)
+        """Drop what is pending or was fed of a group that will not be trained."""
+        keys = [rollout.key for rollout in group.rollouts]
+        for name, handle in self._handles.items():
+            for key in keys:
+                self._pending.pop((key, name), None)
+            if handle.can_stream:
+                handle.forget(keys)
+
+    def before_update(self, groups: Iterable[Group]) -> None:
+        """Scorers of the weights under training stop reading them; what they said of groups still held is void."""
+        followers = [name for name, handle in self._handles.items() if handle.follows_weights]
+        for name in followers:
+            self._handles[name].forget(None)
+            for group in groups:
+                for rollout in group.rollouts:
+                    rollout.scores.pop(name, None)
+                    self._pending.pop((rollout.key, name), None)
+
+    def take_spans(self) -> list[Span]:
+        """What all scorers did since the last call."""
+        return [span for handle in self._handles.values() for span in handle.take_spans()]
 
     def close(self) -> None:
         """Close every placement."""
         for handle in self._handles.values():
             handle.close()
 
-    def _store(self, name: str, group: Group, submission: _Submission) -> str | None:
+    def _submit(self, name: str, rollouts: Sequence[Rollout], *, is_awaited: bool = False) -> None:
+        """Those that are neither scored nor submitted."""
+        todo = [r for r in rollouts if (r.key, name) not in self._pending and name not in r.scores]
+        if todo:
+            futures = self._handles[name].submit(todo, is_awaited=is_awaited)
+            self._pending.update(
+                {(rollout.key, name): future for rollout, future in zip(todo, futures, strict=True)}
+            )
+
+    def _submit_batch(self, name: str, groups: Sequence[Group]) -> None:
+        draws = [group.draw_id for group in groups]
+        if self._batches.get(name) == draws:
+            return
+        rollouts = [rollout for group in groups for rollout in group.rollouts]
+        for rollout in rollouts:
+            rollout.scores.pop(name, None)
+        self._submit(name, rollouts, is_awaited=True)
+        self._batches[name] = draws
+
+    def _store(self, name: str, rollout: Rollout, future: Future[Score | None]) -> str | None:
+        score = self._result(name, rollout.key, future)
+        if score is None:
+            return f"{name}_{ABSTAINED}"
+        rollout.scores[name] = _checked(name, rollout, score)
+        return None if _is_finite(score) else NON_FINITE_SCORE
+
+    def _result(self, name: str, key: RolloutKey, future: Future[Score | None]) -> Score | None:
         try:
-            scores = submission.future.result()
+            return future.result()
         except OppoError as error:
-            error.add_note(f"raised by scorer {name!r} while draw {group.draw_id} waited for its score")
+            error.add_note(f"raised by scorer {name!r} while draw {key.draw_id} waited for its score")
             raise
         except Exception as error:
             raise PartFailedError(
-                f"scorer {name!r} failed while draw {group.draw_id} waited for its score: "
+                f"scorer {name!r} failed while draw {key.draw_id} waited for its score: "
                 f"{type(error).__name__}: {error}; the cause stands above"
             ) from error
-        if len(scores) != submission.num_rollouts:
-            raise PartFailedError(
-                f"scorer {name!r} returned {len(scores)} scores for {submission.num_rollouts} rollouts; "
-                "one each is needed"
-            )
-        reason = None
-        for rollout, score in zip(group.rollouts, scores[submission.rows], strict=True):
-            if score is None:
-                reason = reason or f"{name}_{ABSTAINED}"
-                continue
-            rollout.scores[name] = _checked(name, rollout, score)
-            if not _is_finite(score):
-                reason = reason or NON_FINITE_SCORE
-        return reason
-
-
-def _has_score(group: Group, name: str) -> bool:
-    return all(name in rollout.scores for rollout in group.rollouts)
 
 
 def _checked(name: str, rollout: Rollout, score: Score) -> Score:

@@ -7,7 +7,7 @@ from typing import Any
 from oppo_kit.errors import StateError
 from oppo_kit.types import Group, Prompt, Rollout, RolloutKey
 
-STATE_VERSION = 2
+STATE_VERSION = 3
 
 
 def pack_group(group: Group) -> dict[str, Any]:

@@ -9,7 +9,7 @@ It does not know how advantages were made, nor that anything overlaps.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from accelerate import Accelerator
@@ -22,7 +22,7 @@ from oppo_kit.errors import ConfigError, NonFiniteError, PartFailedError
 from oppo_kit.learner.modules import ActorCritic
 from oppo_kit.ops.batching import PaddedRows, length_sorted_batches, pad_prompts_and_responses
 from oppo_kit.protocols import Algorithm, State
-from oppo_kit.types import MicroBatch, RolloutBatch, TrainBatch
+from oppo_kit.types import EFFECTIVE_SAMPLE, MicroBatch, RolloutBatch, TrainBatch
 
 
 class AccelerateLearner:
@@ -112,7 +112,8 @@ class AccelerateLearner:
 
         ``oppo/behaviour_gap_mean`` and ``_max`` compare the log-probs of tokens that the current weights sampled, in
         the first mini-batch, with those that the generator recorded: rounding, unless the generator samples from
-        something else than the policy under training.
+        something else than the policy under training. ``oppo/effective_sample_frac`` is (Σ r)² / (n Σ r²) over the n
+        tokens of that mini-batch, r = π / π_behaviour: 1 without staleness.
 
         Raises:
             NonFiniteError: the first loss or gradient is not finite; no weight has changed. A later one skips its
@@ -120,7 +121,7 @@ class AccelerateLearner:
             PartFailedError: the weights are not finite after the update.
         """
         totals: dict[str, float] = {}
-        gaps: list[Tensor] = []
+        gaps: list[_Gap] = []
         num_taken = num_skipped = 0
         for _ in range(algorithm.num_epochs):
             for rows in self._mini_batches(batch, algorithm.num_mini_batches):
@@ -174,11 +175,11 @@ class AccelerateLearner:
         self._num_episodes = state["num_episodes"]
 
     def _optimizer_step(
-        self, batch: TrainBatch, rows: list[int], algorithm: Algorithm, gaps: list[Tensor] | None
+        self, batch: TrainBatch, rows: list[int], algorithm: Algorithm, gaps: list[_Gap] | None
     ) -> dict[str, float] | None:
         """One step over these rows; None, with nothing changed, if loss or gradient is not finite.
 
-        ``gaps``, if given, takes |policy - behaviour| log-probs of the tokens that the current version sampled.
+        ``gaps``, if given, takes policy less behaviour log-probs.
         """
         num_tokens = int(batch.rollouts.response_lengths[rows].sum())
         totals: dict[str, float] = {}
@@ -264,15 +265,31 @@ class AccelerateLearner:
         )
 
 
-def _behaviour_gap(batch: RolloutBatch, indices: list[int], policy_logprobs: Tensor) -> Tensor:
-    """[n] absolute differences on the tokens that the batch's own version sampled."""
+class _Gap(NamedTuple):
+    """[n] policy less behaviour log-probs of some tokens, and which of them the batch's own version sampled."""
+
+    logratios: Tensor
+    is_current: Tensor
+
+
+def _behaviour_gap(batch: RolloutBatch, indices: list[int], policy_logprobs: Tensor) -> _Gap:
     width = policy_logprobs.shape[1]
-    is_current = batch.is_current[indices, :width]
-    return (policy_logprobs.detach().cpu() - batch.behaviour_logprobs[indices, :width]).abs()[is_current]
+    mask = batch.response_mask[indices, :width]
+    logratios = policy_logprobs.detach().cpu() - batch.behaviour_logprobs[indices, :width]
+    return _Gap(logratios[mask], batch.is_current[indices, :width][mask])
 
 
-def _gap_metrics(gaps: list[Tensor]) -> dict[str, float]:
-    joined = torch.cat(gaps) if gaps else torch.empty(0)
-    if not joined.numel():
+def _gap_metrics(gaps: list[_Gap]) -> dict[str, float]:
+    if not gaps:
         return {}
-    return {"oppo/behaviour_gap_mean": float(joined.mean()), "oppo/behaviour_gap_max": float(joined.max())}
+    logratios = torch.cat([gap.logratios for gap in gaps]).double()
+    current = logratios[torch.cat([gap.is_current for gap in gaps])].abs()
+    metrics: dict[str, float] = {}
+    if logratios.numel():
+        # Shifted, which the quotient does not see, so that no ratio overflows.
+        ratios = (logratios - logratios.max()).exp()
+        metrics[EFFECTIVE_SAMPLE] = float(ratios.sum() ** 2 / (ratios.square().sum() * ratios.numel()))
+    if current.numel():
+        metrics["oppo/behaviour_gap_mean"] = float(current.mean())
+        metrics["oppo/behaviour_gap_max"] = float(current.max())
+    return metrics

@@ -1,29 +1,70 @@
-"""Runs a scorer in the engine's own thread, at the moment of submission."""
+"""Runs a scorer in the engine's own thread, at the moment of the call: nothing overlaps, everything is in order."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from concurrent.futures import Future
+from typing import Any
 
-from oppo_kit.protocols import Scorer
-from oppo_kit.types import Rollout, Score
+from oppo_kit.placement.worker import score_into
+from oppo_kit.protocols import CallPer, Clock, Scorer, StreamingScorer
+from oppo_kit.telemetry.clock import MonotonicClock
+from oppo_kit.types import Rollout, RolloutKey, Score, Span
 
 
 class InlinePlacement:
-    """A scorer whose future is done when ``submit`` returns."""
+    """A scorer whose futures are done when ``submit`` returns."""
 
-    def __init__(self, scorer: Scorer) -> None:
+    def __init__(self, scorer: Scorer, *, clock: Clock | None = None) -> None:
         self.name = scorer.name
-        self._scorer = scorer
+        self.call_per: CallPer = getattr(scorer, "call_per", "response")
+        self.follows_weights: bool = getattr(scorer, "follows_weights", False)
+        self.can_stream = isinstance(scorer, StreamingScorer)
+        self._scorer: Any = scorer
+        self._clock = clock or MonotonicClock()
+        self._spans: list[Span] = []
 
-    def submit(self, rollouts: Sequence[Rollout]) -> Future[list[Score | None]]:
-        """Score now; whatever the scorer raises becomes the future's exception."""
-        future: Future[list[Score | None]] = Future()
-        try:
-            future.set_result(self._scorer.score(rollouts))
-        except Exception as error:
-            future.set_exception(error)
-        return future
+    def submit(
+        self,
+        rollouts: Sequence[Rollout],
+        *,
+        is_awaited: bool = False,  # noqa: ARG002
+    ) -> list[Future[Score | None]]:
+        """Score now; whatever the scorer raises becomes the futures' exception."""
+        futures: list[Future[Score | None]] = [Future() for _ in rollouts]
+        start_s, before = self._clock.now_s(), self._num_tokens_read
+        score_into(self._scorer, rollouts, futures)
+        self._record("score", start_s, before)
+        return futures
+
+    def feed(self, rollouts: Sequence[Rollout]) -> None:
+        """Prefill now; an error is the caller's."""
+        start_s, before = self._clock.now_s(), self._num_tokens_read
+        self._scorer.feed(rollouts)
+        self._record("feed", start_s, before)
+
+    def forget(self, keys: Sequence[RolloutKey] | None) -> None:
+        """Drop what was fed of these, or of all."""
+        if self.can_stream:
+            self._scorer.forget(keys)
+
+    def check(self) -> None:
+        """Nothing fails unheard here."""
+
+    def take_spans(self) -> list[Span]:
+        """What was done since the last call."""
+        spans, self._spans = self._spans, []
+        return spans
 
     def close(self) -> None:
         """Nothing is held."""
+
+    @property
+    def _num_tokens_read(self) -> int:
+        return getattr(self._scorer, "num_tokens_read", 0)
+
+    def _record(self, kind: str, start_s: float, tokens_before: int) -> None:
+        num_tokens = self._num_tokens_read - tokens_before
+        self._spans.append(
+            Span("inline scorers", f"{kind} {self.name}", start_s, self._clock.now_s(), num_tokens)
+        )

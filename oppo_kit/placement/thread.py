@@ -1,29 +1,53 @@
-"""Runs a scorer in one worker thread, so that slow Python rewards overlap with decoding.
-
-Waits for: submissions, first come first served. Unblocked by: ``submit``; ends with ``close``.
-"""
+"""Scorers in a thread beside the engine's. Whatever needs the interpreter in both at once shares it."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
 
-from oppo_kit.protocols import Scorer
-from oppo_kit.types import Rollout, Score
+from oppo_kit.placement.worker import ScoringWorker
+from oppo_kit.protocols import CallPer, Clock, Scorer, StreamingScorer
+from oppo_kit.types import Rollout, RolloutKey, Score, Span
 
 
 class ThreadPlacement:
-    """One thread, so the scorer is never used by two callers at once."""
+    """One scorer of a worker; a worker of its own unless one is given."""
 
-    def __init__(self, scorer: Scorer) -> None:
+    def __init__(self, scorer: Scorer, worker: ScoringWorker | None = None) -> None:
         self.name = scorer.name
-        self._scorer = scorer
-        self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix=f"oppo-{scorer.name}")
+        self.call_per: CallPer = getattr(scorer, "call_per", "response")
+        self.follows_weights: bool = getattr(scorer, "follows_weights", False)
+        self.can_stream = isinstance(scorer, StreamingScorer)
+        self._worker = worker or ScoringWorker({scorer.name: scorer}, lane=f"{scorer.name} thread")
 
-    def submit(self, rollouts: Sequence[Rollout]) -> Future[list[Score | None]]:
-        """Queue the rollouts; the lists they hold are not changed after a response has ended."""
-        return self._pool.submit(self._scorer.score, list(rollouts))
+    def submit(self, rollouts: Sequence[Rollout], *, is_awaited: bool = False) -> list[Future[Score | None]]:
+        """Queue ended rollouts."""
+        return self._worker.submit(self.name, rollouts, is_awaited=is_awaited)
+
+    def feed(self, rollouts: Sequence[Rollout]) -> None:
+        """Queue snapshots of unfinished rollouts."""
+        self._worker.feed(self.name, [rollout.snapshot() for rollout in rollouts])
+
+    def forget(self, keys: Sequence[RolloutKey] | None) -> None:
+        """Drop what was fed of these, or of all; waits for what runs."""
+        self._worker.forget(self.name, keys)
+
+    def check(self) -> None:
+        """Raise what a feed raised."""
+        self._worker.check()
+
+    def take_spans(self) -> list[Span]:
+        """What the worker did since anybody asked."""
+        return self._worker.take_spans()
 
     def close(self) -> None:
         """Cancel what has not begun and wait for what runs."""
-        self._pool.shutdown(wait=True, cancel_futures=True)
+        self._worker.close()
+
+
+def place_in_thread(
+    scorers: Mapping[str, Scorer], *, num_threads: int | None = None, clock: Clock | None = None
+) -> dict[str, ThreadPlacement]:
+    """All of them in one thread: they would wait for each other's cores otherwise."""
+    worker = ScoringWorker(scorers, lane="scorers", num_threads=num_threads, clock=clock)
+    return {name: ThreadPlacement(scorer, worker) for name, scorer in scorers.items()}

@@ -6,6 +6,9 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from oppo_kit.protocols import Clock
+from oppo_kit.types import Span
+
+LANE = "actor"
 
 
 class Stopwatch:
@@ -20,6 +23,7 @@ class Stopwatch:
         self._clock = clock
         self._start_s: float | None = None
         self._seconds = dict.fromkeys(stages, 0.0)
+        self._spans: list[Span] = []
 
     def now_s(self) -> float:
         """The clock's reading."""
@@ -37,8 +41,15 @@ class Stopwatch:
         try:
             yield
         finally:
+            stop_s = self._clock.now_s()
             inner_s = sum(self._seconds.values()) - before_s
-            self._seconds[stage] += self._clock.now_s() - start_s - inner_s
+            self._seconds[stage] += stop_s - start_s - inner_s
+            self._spans.append(Span(LANE, stage, start_s, stop_s))
+
+    def take_spans(self) -> list[Span]:
+        """The blocks that were measured since the last call, by their end."""
+        spans, self._spans = self._spans, []
+        return spans
 
     def stop_step(self) -> dict[str, float]:
         """``step_s``, one ``<stage>_s`` each, and ``engine_s``, the rest; starts afresh."""

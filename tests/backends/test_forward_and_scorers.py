@@ -17,8 +17,8 @@ from oppo_kit.backends.forward import (
     token_values,
 )
 from oppo_kit.backends.hf_scorer import HFReferenceScorer, HFRewardScorer
-from oppo_kit.build import add_adapter
-from oppo_kit.config import LoraSettings
+from oppo_kit.build import add_adapter, frozen_reference
+from oppo_kit.config import LoraSettings, TrainConfig
 from oppo_kit.errors import ModelError
 from oppo_kit.ops.batching import pad_prompts_and_responses
 from oppo_kit.types import Prompt, Rollout, RolloutKey
@@ -82,15 +82,17 @@ def test_reference_logprobs_have_one_number_a_token_and_none_for_an_empty_respon
     assert [len(score) for score in scores] == [3, 7, 1, 0]
 
 
-def test_the_adapter_is_off_only_while_the_reference_scores() -> None:
+def test_a_lora_reference_shares_its_tensors_with_the_base_and_never_sees_the_adapter() -> None:
     base = tiny_causal_lm()
     expected = HFReferenceScorer(copy.deepcopy(base), temperature=1.0).score(make_rollouts())
+    reference = frozen_reference(TrainConfig(actor_lora={"r": 4}), base)
     policy = add_adapter(base, LoraSettings(r=4))
     for name, parameter in policy.named_parameters():
         if "lora_B" in name:
             torch.nn.init.normal_(parameter, std=0.5)
-    scorer = HFReferenceScorer(policy, temperature=1.0, without_adapter=True)
-    scores = scorer.score(make_rollouts())
+    own = {parameter.data_ptr() for parameter in policy.parameters()}
+    assert {parameter.data_ptr() for parameter in reference.parameters()} <= own
+    scores = HFReferenceScorer(reference, temperature=1.0).score(make_rollouts())
     for one, other in zip(scores, expected, strict=True):
         assert one == pytest.approx(other, abs=1e-5)
     rows = pad_prompts_and_responses(PROMPTS, RESPONSES)

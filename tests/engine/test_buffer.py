@@ -26,9 +26,10 @@ def test_draw_ids_rise_by_one() -> None:
 def test_a_group_ends_with_its_last_response_and_at_its_tick() -> None:
     buffer = OvercommitBuffer()
     buffer.add(make_group(0))
-    assert buffer.apply([TokenChunk(RolloutKey(0, 0), [3], [-1.0], 0, 1, "stop")], base_tick=10, step=0) == []
+    ended = buffer.apply([TokenChunk(RolloutKey(0, 0), [3], [-1.0], 0, 1, "stop")], base_tick=10, step=0)
+    assert ([rollout.key for rollout in ended.rollouts], ended.groups) == ([RolloutKey(0, 0)], [])
     assert (buffer.num_in_flight, buffer.num_queued) == (1, 0)
-    [group] = buffer.apply(
+    [_], [group] = buffer.apply(
         [TokenChunk(RolloutKey(0, 1), [3, 3], [-1.0] * 2, 0, 2, "stop")], base_tick=14, step=1
     )
     assert (group.end_tick, group.ended_step) == (16, 1)

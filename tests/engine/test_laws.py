@@ -24,7 +24,7 @@ class EngineMachine(RuleBasedStateMachine):
         group_size=st.integers(1, 3),
         max_age=st.integers(0, 3),
         delta_share=st.one_of(st.just(1.0), st.floats(0, 1)),
-        chunk_tokens=st.sampled_from([1, 3, 16]),
+        decode_tokens=st.sampled_from([1, 3, 16]),
         schedule=st.sampled_from(["oppo", "oppo", "oppo", "sequential"]),
         score_at=st.sampled_from(["batch", "sample"]),
         seed=st.integers(0, 2**16),
@@ -39,7 +39,7 @@ class EngineMachine(RuleBasedStateMachine):
         group_size,
         max_age,
         delta_share,
-        chunk_tokens,
+        decode_tokens,
         schedule,
         score_at,
         seed,
@@ -56,7 +56,7 @@ class EngineMachine(RuleBasedStateMachine):
         self.non_finite = non_finite
         self.num_update_calls = 0
         self.overlap = OverlapConfig(
-            schedule=schedule, delta=delta, max_age=max_age, chunk_tokens=chunk_tokens, score_at=score_at
+            schedule=schedule, delta=delta, max_age=max_age, decode_tokens=decode_tokens, score_at=score_at
         )
         self.engine = self.make_engine(non_finite)
         self.trained: list[int] = []

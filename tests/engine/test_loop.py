@@ -29,8 +29,8 @@ def long_tailed(draw_id: int, sample_index: int) -> int:
 def test_overcommit_needs_fewer_ticks_for_the_same_draws_and_trains_each_once() -> None:
     ticks, trained = {}, {}
     for name, overlap in (
-        ("sequential", OverlapConfig(schedule="sequential", chunk_tokens=1)),
-        ("overcommit", OverlapConfig(delta=4, chunk_tokens=1)),
+        ("sequential", OverlapConfig(schedule="sequential", decode_tokens=1)),
+        ("overcommit", OverlapConfig(delta=4, decode_tokens=1)),
     ):
         engine = build_fake_engine(length_of=long_tailed, batch_size=8, num_steps=20, overlap=overlap)
         reports = list(engine.run())
@@ -62,8 +62,8 @@ def test_at_delta_zero_every_chunk_size_and_scoring_time_trains_the_same_batches
 
     expected = trajectory(schedule="sequential")
     for score_at in ("batch", "sample"):
-        for chunk_tokens in (1, 7, 64):
-            assert trajectory(delta=0, chunk_tokens=chunk_tokens, score_at=score_at) == expected
+        for decode_tokens in (1, 7, 64):
+            assert trajectory(delta=0, decode_tokens=decode_tokens, score_at=score_at) == expected
 
 
 def test_one_slow_member_holds_its_group_and_no_other() -> None:
@@ -72,7 +72,7 @@ def test_one_slow_member_holds_its_group_and_no_other() -> None:
         batch_size=2,
         num_steps=2,
         group_size=4,
-        overlap=OverlapConfig(delta=1, chunk_tokens=1),
+        overlap=OverlapConfig(delta=1, decode_tokens=1),
     )
     first = engine.collect()
     assert [group.draw_id for group in first.groups] == [1, 2]
@@ -88,7 +88,7 @@ def test_hooks_and_events_come_in_order() -> None:
         length_of=lambda draw, sample: 2 + draw,
         batch_size=2,
         num_steps=1,
-        overlap=OverlapConfig(chunk_tokens=2),
+        overlap=OverlapConfig(decode_tokens=2),
         listeners=[lambda kind, facts: events.append(kind)],
     )
     engine.step(engine.collect())
@@ -108,7 +108,7 @@ def test_the_times_of_a_step_add_up() -> None:
         length_of=lambda draw, sample: 4,
         batch_size=3,
         num_steps=1,
-        overlap=OverlapConfig(chunk_tokens=4),
+        overlap=OverlapConfig(decode_tokens=4),
         decode_s=0.5,
         score_s=0.25,
         train_s=7.0,
@@ -210,25 +210,15 @@ def test_a_rejected_group_is_replaced_and_counted() -> None:
     assert reports[-1].drawn == 6
 
 
-@pytest.mark.parametrize(
-    ("scores", "message"),
-    [
-        ([1.0], "scorer 'reward' returned 1 scores for 2 rollouts; one each is needed"),
-        ([[1.0], [1.0]], "returned 1 numbers for draw 0, whose response has 3 tokens"),
-    ],
-)
-def test_scores_that_do_not_fit_their_rollouts_are_refused(scores, message) -> None:
-    engine = build_fake_engine(length_of=lambda d, s: 3, batch_size=2, num_steps=1, overlap=OverlapConfig())
-    handle = engine.scorers["reward"]
-    original = handle.submit
-
-    def submit(rollouts):
-        future = original(rollouts)
-        future._result = scores
-        return future
-
-    handle.submit = submit
-    with pytest.raises(PartFailedError, match=message):
+def test_scores_that_do_not_fit_their_rollouts_are_refused() -> None:
+    engine = build_fake_engine(
+        length_of=lambda d, s: 3,
+        batch_size=2,
+        num_steps=1,
+        overlap=OverlapConfig(),
+        score_of=lambda rollout: [1.0],
+    )
+    with pytest.raises(PartFailedError, match="returned 1 numbers for draw 0, whose response has 3 tokens"):
         engine.collect()
 
 
@@ -329,7 +319,7 @@ def test_more_mini_batches_than_groups_are_refused() -> None:
     ("change", "message"),
     [
         ({"batch_size": 5}, "saved state has batch_size=5, this engine has 2"),
-        ({"state_version": 0}, "saved state has state_version=0, this engine has 2"),
+        ({"state_version": 0}, "saved state has state_version=0, this engine has 3"),
         (
             {"num_trained": 1},
             "saved counts do not conserve: 3 drawn, but 1 trained \\+ 3 held \\+ 0 rejected = 4",

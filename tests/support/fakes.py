@@ -88,28 +88,59 @@ class FakeGenerator:
 
 
 class FakeHandle:
-    """A scorer handle: the future is done at once; every rollout that was submitted is remembered."""
+    """A scorer handle: futures are done at once; every rollout that was submitted or fed is remembered."""
+
+    can_stream = True
 
     def __init__(
-        self, name: str, score_of: Callable, clock: VirtualClock | None = None, cost_s: float = 0.0
+        self,
+        name: str,
+        score_of: Callable,
+        clock: VirtualClock | None = None,
+        cost_s: float = 0.0,
+        call_per: str = "response",
+        follows_weights: bool = False,
     ) -> None:
         self.name = name
+        self.call_per = call_per
+        self.follows_weights = follows_weights
         self.score_of = score_of
         self.submitted: list = []
+        self.calls: list[list] = []
+        self.fed: list[list] = []
+        self.forgotten: list = []
+        self.failure: Exception | None = None
         self.is_closed = False
         self._clock = clock
         self._cost_s = cost_s
 
-    def submit(self, rollouts) -> Future:
+    def submit(self, rollouts, *, is_awaited: bool = False) -> list[Future]:
         self.submitted += [rollout.key for rollout in rollouts]
-        future: Future = Future()
-        try:
-            future.set_result([self.score_of(rollout) for rollout in rollouts])
-        except Exception as error:
-            future.set_exception(error)
+        self.calls.append([rollout.key for rollout in rollouts])
+        futures = []
+        for rollout in rollouts:
+            future: Future = Future()
+            try:
+                future.set_result(self.score_of(rollout))
+            except Exception as error:
+                future.set_exception(error)
+            futures.append(future)
         if self._clock is not None:
             self._clock.time_s += self._cost_s * len(rollouts)
-        return future
+        return futures
+
+    def feed(self, rollouts) -> None:
+        self.fed.append([(rollout.key, len(rollout.token_ids)) for rollout in rollouts])
+
+    def forget(self, keys) -> None:
+        self.forgotten.append(keys)
+
+    def check(self) -> None:
+        if self.failure is not None:
+            raise self.failure
+
+    def take_spans(self) -> list:
+        return []
 
     def close(self) -> None:
         self.is_closed = True

@@ -1,0 +1,71 @@
+"""Python rewards in a pool of threads: a slow one holds its own group, not the others.
+
+Waits for: submissions. Unblocked by: ``submit``. With ``call_per`` response every response is a call of its own, so a
+function may run in several threads at once; with group and batch a submission is one call.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+
+from oppo_kit.placement.worker import score_into
+from oppo_kit.protocols import CallPer, Clock, Scorer
+from oppo_kit.telemetry.clock import MonotonicClock
+from oppo_kit.types import Rollout, RolloutKey, Score, Span
+
+
+class FunctionPlacement:
+    """A scorer without state in ``num_workers`` threads."""
+
+    follows_weights = False
+    can_stream = False
+
+    def __init__(self, scorer: Scorer, *, num_workers: int = 8, clock: Clock | None = None) -> None:
+        self.name = scorer.name
+        self.call_per: CallPer = getattr(scorer, "call_per", "response")
+        self._scorer = scorer
+        self._clock = clock or MonotonicClock()
+        self._pool = ThreadPoolExecutor(num_workers, thread_name_prefix=f"oppo-{scorer.name}")
+        self._lock = threading.Lock()
+        self._spans: list[Span] = []
+
+    def submit(
+        self,
+        rollouts: Sequence[Rollout],
+        *,
+        is_awaited: bool = False,  # noqa: ARG002
+    ) -> list[Future[Score | None]]:
+        """Queue ended rollouts."""
+        futures: list[Future[Score | None]] = [Future() for _ in rollouts]
+        size = 1 if self.call_per == "response" else max(1, len(rollouts))
+        for first in range(0, len(rollouts), size):
+            part = slice(first, first + size)
+            self._pool.submit(self._work, rollouts[part], futures[part])
+        return futures
+
+    def feed(self, rollouts: Sequence[Rollout]) -> None:
+        """Functions see whole responses only."""
+
+    def forget(self, keys: Sequence[RolloutKey] | None) -> None:
+        """Nothing is kept."""
+
+    def check(self) -> None:
+        """Every failure is a future's exception."""
+
+    def take_spans(self) -> list[Span]:
+        """What was done since the last call."""
+        with self._lock:
+            spans, self._spans = self._spans, []
+        return spans
+
+    def close(self) -> None:
+        """Cancel what has not begun and wait for what runs."""
+        self._pool.shutdown(wait=True, cancel_futures=True)
+
+    def _work(self, rollouts: Sequence[Rollout], futures: Sequence[Future[Score | None]]) -> None:
+        start_s = self._clock.now_s()
+        score_into(self._scorer, rollouts, futures)
+        with self._lock:
+            self._spans.append(Span("reward functions", f"score {self.name}", start_s, self._clock.now_s()))
