@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
+from typing import Literal
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -25,8 +26,10 @@ from harness.measurement.bound import StageCosts, best_of, bound_of
 from harness.processes import run_in_process
 from harness.report import write_report
 from harness.runners.base import RunSpec
+from harness.runners.cores import check_can_split
 from harness.schema import Environment, Result, Run, Runner, Workload
 from harness.statistics import fill_derived
+from harness.workloads.loading import Workload as LoadedWorkload
 from harness.workloads.loading import load_workload
 from oppo_kit.config import TrainConfig
 from oppo_kit.errors import ConfigError, UnknownNameError
@@ -35,8 +38,37 @@ from oppo_kit.registry import load_algorithm_class
 RUNNERS = {
     "trl": "TRL 1.12's PPOTrainer on the same work, at its best fair settings",
     "sequential": "our backend without overlap: decode all B, score, train",
+    "sample": "sequential, but each response is scored when it ends, while others are decoded",
+    "chunk": "sequential, but scorers are fed chunks of every response while it is decoded",
+    "chunk_auto": "sequential, and when to score is chosen online: at the batch, at the sample, or by chunks",
     "overcommit": "B + Δ in the air, the first B that end are trained, the rest are carried on",
+    "both": "overcommit, and when to score is chosen online",
 }
+DEFAULT_RUNNERS = {
+    "shared": ("trl", "sequential", "both"),
+    "split": ("sequential", "sample", "chunk", "overcommit", "both"),
+}
+LADDER = "ladder"
+
+
+def parse_placement(name: str) -> Literal["shared", "split"]:
+    """A placement by its name.
+
+    Raises:
+        UnknownNameError: there is none.
+    """
+    if name not in DEFAULT_RUNNERS:
+        raise UnknownNameError("placement", name, DEFAULT_RUNNERS)
+    return "split" if name == "split" else "shared"
+
+
+def runner_names(text: str | None, placement: str) -> list[str]:
+    """Comma-separated names, ``ladder`` for all that the placement has, None for its default."""
+    if text is None:
+        return list(DEFAULT_RUNNERS[parse_placement(placement)])
+    if text == LADDER:
+        return [name for name in RUNNERS if name != "trl" or placement == "shared"]
+    return text.split(",")
 
 
 @dataclass(frozen=True)
@@ -52,6 +84,7 @@ class BenchPlan:
     num_warmup_steps: int
     is_quick: bool
     folder: Path
+    placement: Literal["shared", "split"] = "shared"
     num_threads: int | None = None
     num_calibration_steps: int = 3
     command: str = field(default_factory=lambda: shlex.join(["oppo-kit", *sys.argv[1:]]))
@@ -70,15 +103,16 @@ def run_bench(plan: BenchPlan, console: Console) -> Result:
     make_folder(plan.folder)
     runners: dict[str, Runner] = {}
     with _progress(console) as progress:
+        fixed = 1 if plan.placement == "split" else plan.num_threads
         for name in plan.runners:
-            calibration = {} if plan.num_threads else _calibrate(plan, name, progress)
+            calibration = {} if fixed else _calibrate(plan, name, progress)
             runners[name] = Runner(
                 name=name, description=RUNNERS[name], calibration_step_s=calibration, runs=[]
             )
         for pair in range(plan.num_pairs):
             order = list(plan.runners) if pair % 2 == 0 else list(reversed(plan.runners))
             for name in order:
-                num_threads = plan.num_threads or _fastest(runners[name].calibration_step_s)
+                num_threads = fixed or _fastest(runners[name].calibration_step_s)
                 runners[name].runs.append(_run(plan, name, pair, num_threads, progress))
                 _save(_result(plan, environment, workload, runners, None), plan.folder)
         costs = _measure_bound(plan, progress)
@@ -94,11 +128,22 @@ def _check_plan(plan: BenchPlan) -> None:
             raise UnknownNameError("runner", name, RUNNERS)
     if not plan.runners:
         raise ConfigError(f"no runner was named; choose from {', '.join(RUNNERS)}")
-    if "overcommit" in plan.runners and plan.train.overlap.delta == 0:
+    overcommitted = [name for name in plan.runners if name in ("overcommit", "both")]
+    if overcommitted and plan.train.overlap.delta == 0:
         raise ConfigError(
-            "runner 'overcommit' needs overlap.delta > 0: with 0 it is 'sequential'; "
+            f"runner {overcommitted[0]!r} needs overlap.delta > 0: with 0 nothing is overcommitted; "
             f"pass --set overlap.delta={max(1, plan.train.batch_size // 2)}"
         )
+    if plan.placement == "split":
+        check_can_split()
+        if "trl" in plan.runners:
+            raise ConfigError(
+                "runner 'trl' cannot split actor and scorers; leave it out, or use placement 'shared'"
+            )
+        if plan.num_threads not in (None, 1):
+            raise ConfigError(
+                f"placement 'split' gives the actor one core, so not {plan.num_threads} threads"
+            )
     if plan.train.num_steps <= plan.num_warmup_steps:
         raise ConfigError(
             f"num_steps={plan.train.num_steps} leaves nothing to measure after {plan.num_warmup_steps} warm-up steps; "
@@ -116,7 +161,8 @@ def _describe_workload(plan: BenchPlan) -> Workload:
         algorithm=train.algo,
         model=train.model,
         reward=train.reward or str(loaded.task.default_reward),
-        critic=_critic_of(train, has_reward_model=loaded.reward_path is not None) if needs_critic else None,
+        critic=_critic_of(train, loaded) if needs_critic else None,
+        placement=plan.placement,
         batch_size=train.batch_size,
         group_size=load_algorithm_class(train.algo).group_size,
         num_steps=train.num_steps,
@@ -130,9 +176,11 @@ def _describe_workload(plan: BenchPlan) -> Workload:
     )
 
 
-def _critic_of(train: TrainConfig, *, has_reward_model: bool) -> str:
+def _critic_of(train: TrainConfig, loaded: LoadedWorkload) -> str:
     """What the critic starts from, in words."""
-    return train.critic or ("from the reward model" if has_reward_model else "from the policy")
+    return train.critic or (
+        "from the policy" if loaded.critic_path == loaded.policy_path else "from the reward model"
+    )
 
 
 def _spec(plan: BenchPlan, runner: str, pair: int, num_threads: int) -> RunSpec:
@@ -141,6 +189,7 @@ def _spec(plan: BenchPlan, runner: str, pair: int, num_threads: int) -> RunSpec:
         seed=plan.train.seed + pair,
         pair=pair,
         num_threads=num_threads,
+        placement=plan.placement,
         train=plan.train,
         eval_every=plan.eval_every,
         num_eval_problems=plan.num_eval_problems,
@@ -197,7 +246,9 @@ def _run_with_bar(spec: RunSpec, folder: Path, label: str, progress: Progress) -
 
 
 def _measure_bound(plan: BenchPlan, progress: Progress) -> StageCosts:
-    counts = [plan.num_threads] if plan.num_threads else _thread_counts()
+    counts = (
+        [1] if plan.placement == "split" else [plan.num_threads] if plan.num_threads else _thread_counts()
+    )
     bar = progress.add_task("bound: each stage alone", total=len(counts), note="")
     costs = []
     for count in counts:
@@ -223,7 +274,9 @@ def _result(
         environment=environment,
         workload=workload,
         runners=finished,
-        bound=None if costs is None else bound_of(costs, finished, plan.num_warmup_steps),
+        bound=None
+        if costs is None
+        else bound_of(costs, finished, plan.num_warmup_steps, placement=plan.placement),
     )
     return fill_derived(result)
 

@@ -63,8 +63,16 @@ def bench(
     seed: Seed = None,
     sets: Sets = None,
     runners: Annotated[
-        str | None, typer.Option(help="comma-separated; default trl,sequential,overcommit")
+        str | None,
+        typer.Option(
+            help="comma-separated, or ladder: trl, sequential, sample, chunk, chunk_auto, overcommit, both; default "
+            "trl,sequential,both"
+        ),
     ] = None,
+    placement: Annotated[
+        str,
+        typer.Option(help="shared: every stage may use all cores; split: actor and scorers have one each"),
+    ] = "shared",
     pairs: Annotated[
         int, typer.Option(min=1, help="repetitions, each with its own seed; 3 or more to be quoted")
     ] = 3,
@@ -83,7 +91,7 @@ def bench(
     out: Out = None,
 ) -> None:
     """Measure TRL, sequential and overlapped training on the same work; write table, plots and result.json."""
-    from harness.bench import RUNNERS, BenchPlan, run_bench
+    from harness.bench import BenchPlan, parse_placement, run_bench, runner_names
     from harness.formatting import one_sentence_of
     from harness.settings import load_train_config
     from harness.terminal import summary_table
@@ -97,7 +105,8 @@ def bench(
     plan = BenchPlan(
         name=folder.name,
         train=train,
-        runners=runners.split(",") if runners else list(RUNNERS),
+        runners=runner_names(runners, placement),
+        placement=parse_placement(placement),
         num_pairs=1 if quick else pairs,
         eval_every=max(1, train.num_steps // (1 if quick else evaluations)),
         num_eval_problems=32 if quick else eval_problems,

@@ -17,6 +17,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
+from harness.figure_parts import STAGE_COLOURS, legend, new_figure
 from harness.schema import Result, Run, UtilisationSeries
 from harness.statistics import (
     STAGES,
@@ -26,20 +27,20 @@ from harness.statistics import (
     num_drain_steps,
     summarise_runner,
 )
+from harness.timeline import timeline_figure
 
-RUNNER_COLOURS = {"trl": "#4d4d4d", "sequential": "#0072B2", "overcommit": "#D55E00"}
-RUNNER_STYLES = {"trl": "--", "sequential": "-.", "overcommit": "-"}
-OTHER_COLOURS = ("#009E73", "#CC79A7", "#56B4E9")
-STAGE_COLOURS = {
-    "generate": "#56B4E9",
-    "score": "#E69F00",
-    "train": "#009E73",
-    "sync": "#CC79A7",
-    "engine": "#4d4d4d",
+RUNNER_COLOURS = {
+    "trl": "#4d4d4d",
+    "sequential": "#0072B2",
+    "sample": "#56B4E9",
+    "chunk": "#009E73",
+    "chunk_auto": "#CC79A7",
+    "overcommit": "#E69F00",
+    "both": "#D55E00",
 }
+RUNNER_STYLES = {"trl": "--", "sequential": "-.", "sample": ":", "chunk": ":", "chunk_auto": ":", "both": "-"}
+OTHER_COLOURS = ("#009E73", "#CC79A7", "#56B4E9")
 DOTS_PER_INCH = 130
-# Long enough in a legend for a dash and a dot to show.
-HANDLE_LENGTH = 3.4
 QUICK_NOTE = "smoke run: do not quote"
 # Above this many steps the training reward is too noisy to read, so the thick line is a moving average.
 SMOOTH_ABOVE_STEPS = 20
@@ -51,13 +52,14 @@ def write_figures(result: Result, folder: Path) -> dict[str, str]:
     """Draw what the result has samples for.
 
     Returns:
-        file names inside ``folder`` by figure: reward, step_time, stages, lengths, utilisation.
+        file names inside ``folder`` by figure: reward, step_time, stages, lengths, timeline, utilisation.
     """
     makers: dict[str, Callable[[Result], Figure | None]] = {
         "reward": reward_figure,
         "step_time": step_time_figure,
         "stages": stages_figure,
         "lengths": lengths_figure,
+        "timeline": timeline_figure,
         "utilisation": utilisation_figure,
     }
     written: dict[str, str] = {}
@@ -78,7 +80,7 @@ def write_figures(result: Result, folder: Path) -> dict[str, str]:
 def reward_figure(result: Result) -> Figure:
     """Held-out accuracy (else held-out score) and training reward, against step and against training time."""
     field, label, factor = _evaluation_quantity(result)
-    figure, axes = _new_figure(rows=2, columns=2, width=10, height=6.6)
+    figure, axes = new_figure(rows=2, columns=2, width=10, height=6.6)
     window = _smoothing_window(result)
     for column, by_time in enumerate((False, True)):
         for index, name in enumerate(result.runners):
@@ -96,13 +98,13 @@ def reward_figure(result: Result) -> Figure:
     axes[0][1].set_title("Against training time", loc="left", fontsize=10)
     if window > 1:
         axes[1][0].set_title(f"thick: moving average of {window} steps", loc="left", fontsize=10)
-    _legend(figure, axes[0][0])
+    legend(figure, axes[0][0])
     return figure
 
 
 def step_time_figure(result: Result) -> Figure:
     """Step time against step, and its spread over the measured steps."""
-    figure, (row,) = _new_figure(rows=1, columns=2, width=10, height=4, widths=(2.2, 1))
+    figure, (row,) = new_figure(rows=1, columns=2, width=10, height=4, widths=(2.2, 1))
     over_steps, spread = row
     names = list(result.runners)
     for index, name in enumerate(names):
@@ -126,7 +128,7 @@ def step_time_figure(result: Result) -> Figure:
     top_s = max(_measured_step_s(result), default=0.0)
     for axis in row:
         axis.set_ylim(0, 1.1 * top_s or None)
-    _legend(figure, over_steps)
+    legend(figure, over_steps)
     return figure
 
 
@@ -136,7 +138,7 @@ def stages_figure(result: Result) -> Figure | None:
     summaries = [summary for summary in summaries if summary.stage_fracs]
     if not summaries:
         return None
-    figure, ((axis,),) = _new_figure(rows=1, columns=1, width=10, height=1.7 + 0.6 * len(summaries))
+    figure, ((axis,),) = new_figure(rows=1, columns=1, width=10, height=1.7 + 0.6 * len(summaries))
     means = [_mean_step_s(result, summary.name) for summary in summaries]
     starts = [0.0] * len(summaries)
     for stage in STAGES:
@@ -157,13 +159,13 @@ def stages_figure(result: Result) -> Figure | None:
     axis.invert_yaxis()
     axis.grid(visible=False, axis="y")
     axis.set(xlabel="mean time of a measured step (s); per cent of the step", ylabel="")
-    _legend(figure, axis)
+    legend(figure, axis)
     return figure
 
 
 def lengths_figure(result: Result) -> Figure | None:
     """Response lengths: drawn against trained before the drain, and the trained mean by step."""
-    figure, (row,) = _new_figure(rows=1, columns=2, width=10, height=4)
+    figure, (row,) = new_figure(rows=1, columns=2, width=10, height=4)
     cumulative, over_steps = row
     for index, (name, runner) in enumerate(result.runners.items()):
         colour, style = _look(name, index)
@@ -182,7 +184,7 @@ def lengths_figure(result: Result) -> Figure | None:
     cumulative.set_title("All responses of all runs", loc="left", fontsize=10)
     over_steps.set_title("Thin: one run; thick: mean of runs", loc="left", fontsize=10)
     over_steps.set_ylim(bottom=0)
-    _legend(figure, cumulative)
+    legend(figure, cumulative)
     return figure
 
 
@@ -193,7 +195,7 @@ def utilisation_figure(result: Result) -> Figure | None:
     if not quantities:
         return None
     height = 1.1 + 1.7 * len(quantities)
-    figure, axes = _new_figure(rows=len(quantities), columns=1, width=10, height=height)
+    figure, axes = new_figure(rows=len(quantities), columns=1, width=10, height=height)
     for quantity, (axis,) in zip(quantities, axes, strict=True):
         label = quantity
         for index, (name, run) in enumerate(firsts.items()):
@@ -209,40 +211,13 @@ def utilisation_figure(result: Result) -> Figure | None:
         axis.set_title(quantity, loc="left", fontsize=10)
         axis.set_ylim(0, 105 if label == "%" else None)
     axes[-1][0].set_xlabel("seconds since the run began (first run of each runner)")
-    _legend(figure, axes[0][0])
+    legend(figure, axes[0][0])
     return figure
 
 
 def display_unit(unit: str) -> tuple[str, float]:
     """The unit to show and the factor to it: shares as per cent, bytes as GiB."""
     return {"frac": ("%", 100.0), "bytes": ("GiB", 2.0**-30)}.get(unit, (unit, 1.0))
-
-
-def _new_figure(
-    *, rows: int, columns: int, width: float, height: float, widths: Sequence[float] | None = None
-) -> tuple[Figure, list[list[Axes]]]:
-    figure = Figure(figsize=(width, height), layout="constrained")
-    grid = figure.subplots(rows, columns, squeeze=False, width_ratios=widths)
-    axes = [list(row) for row in grid]
-    for axis in (axis for row in axes for axis in row):
-        axis.spines[["top", "right"]].set_visible(False)
-        axis.grid(visible=True, color="#dddddd", lw=0.6)
-        axis.set_axisbelow(True)
-    return figure, axes
-
-
-def _legend(figure: Figure, axis: Axes) -> None:
-    handles, labels = axis.get_legend_handles_labels()
-    if handles:
-        columns = min(len(handles), 5)
-        figure.legend(
-            handles,
-            labels,
-            loc="outside upper center",
-            ncols=columns,
-            frameon=False,
-            handlelength=HANDLE_LENGTH,
-        )
 
 
 def _look(name: str, index: int) -> tuple[str, str]:

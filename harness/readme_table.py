@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from itertools import product
 from pathlib import Path
 
 from harness.formatting import ABSENT, format_difference, format_ratio_range, format_seconds, markdown_table
@@ -24,8 +25,9 @@ HEADER = (
     "Machine",
     "trl/sequential",
     "sequential/overcommit",
-    "trl/overcommit",
-    "Final accuracy (points), else score, overcommit less baseline",
+    "sequential/both",
+    "trl/both",
+    "Final accuracy (points), else score, last rung less baseline",
     "Time to reward",
 )
 NO_RESULTS = "No results are committed yet."
@@ -104,7 +106,7 @@ def _row(result: Result, folder: str) -> list[str]:
         f"[{result.name}]({folder}/report.md)",
         f"{work.algorithm}, {work.model}, B = {work.batch_size}, {work.num_steps} steps{placement}",
         _machine(result),
-        *(_ratio(result.ratios.get(name)) for name in HEADER[3:6]),
+        *(_ratio(result.ratios.get(name)) for name in HEADER[3:7]),
         _difference(result),
         _times(result),
     ]
@@ -121,12 +123,12 @@ def _ratio(ratio: Ratio | None) -> str:
 
 
 def _difference(result: Result) -> str:
-    for ending in ("", "/score_mean"):
-        for baseline in ("trl", "sequential"):
-            difference = result.learning_differences.get(f"overcommit-{baseline}{ending}")
-            if difference is not None:
-                mean, interval = format_difference(difference, is_accuracy=not ending)
-                return f"{mean} ({interval}), {'score, ' if ending else ''}{baseline}"
+    candidates = product(("", "/score_mean"), ("both", "overcommit"), ("trl", "sequential"))
+    for ending, rung, baseline in candidates:
+        difference = result.learning_differences.get(f"{rung}-{baseline}{ending}")
+        if difference is not None:
+            mean, interval = format_difference(difference, is_accuracy=not ending)
+            return f"{mean} ({interval}), {'score, ' if ending else ''}{rung} less {baseline}"
     return ABSENT
 
 

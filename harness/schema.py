@@ -73,8 +73,18 @@ class Step(_Strict):
     kl: float | None = Field(
         description="mean sequence sum of log(policy / reference), behaviour against reference"
     )
+    score_busy_s: float = Field(
+        default=0.0, description="seconds that scorers worked, beside the actor or while it waited (score_s)"
+    )
+    tokens_prefetched: int = Field(
+        default=0, description="tokens that scorers read before their response had ended; none is read twice"
+    )
+    tokens_scored: int = Field(
+        default=0, description="tokens that scorers read after their response had ended"
+    )
     delta: int
-    chunk_tokens: int
+    score_at: str = Field(default="batch", description="batch, sample or chunk, as this step used it")
+    chunk_tokens: int = Field(description="tokens between two feeds to the scorers; 0: none")
     age_mean: float = 0.0
     age_max: int = 0
     num_deferred: int = Field(
@@ -101,6 +111,17 @@ class Evaluation(_Strict):
     score_mean: float | None = Field(description="mean score by the training reward")
     length_mean: float
     eval_s: float
+
+
+class TimelineSpan(_Strict):
+    """What one part did between two moments of one step."""
+
+    step: int
+    lane: str = Field(description="actor, or where the scorers are")
+    name: str = Field(description="a stage of the step, or feed or score and the scorer's name")
+    start_s: float = Field(description="seconds since the step's first span")
+    stop_s: float
+    num_tokens: int = 0
 
 
 class UtilisationSeries(_Strict):
@@ -132,6 +153,9 @@ class Run(_Strict):
     steps: list[Step]
     evaluations: list[Evaluation]
     utilisation: list[UtilisationSeries] = Field(default_factory=list)
+    timeline: list[TimelineSpan] = Field(
+        default_factory=list, description="one step in the middle of the run"
+    )
 
 
 class Runner(_Strict):

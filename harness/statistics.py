@@ -15,6 +15,7 @@ Which steps count, by position in a run's list of steps:
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import combinations, pairwise
@@ -27,7 +28,7 @@ from scipy import stats
 from harness.schema import Difference, Evaluation, Ratio, Result, Run, Runner, Step
 
 # From the slowest that one expects to the fastest: every ratio names the earlier one first.
-LADDER = ("trl", "sequential", "overcommit")
+LADDER = ("trl", "sequential", "sample", "chunk", "chunk_auto", "overcommit", "both")
 STAGES = ("generate", "score", "train", "sync", "engine")
 # Share of the baseline's gain that counts as "reached": the last tenth is mostly noise between evaluations.
 REWARD_GAIN_FRAC = 0.9
@@ -46,6 +47,11 @@ class RunnerSummary:
         s_per_response: median over runs of seconds per trained response.
         decoded_tokens_per_s: decoded response tokens by wall second of the whole step.
         stage_fracs: by stage, the share of the step time; they sum to 1 when nothing overlaps or is left out.
+        score_busy_frac: seconds that scorers worked, by the step time; beside the actor it can exceed the score stage.
+        prefetched_frac: share of the tokens that scorers read which they read before the response had ended; None
+            where nobody counts.
+        delta_mean: mean Δ.
+        score_plans: how many steps scored when, as "batch × 12, chunk 32 × 6".
         age_mean: mean over trained responses.
         deferred_frac: share of trained groups that were carried over at least one update.
         untrained_tokens: tokens decoded less tokens trained, over all runs; negative when the measured steps
@@ -61,6 +67,10 @@ class RunnerSummary:
     s_per_response: float | None
     decoded_tokens_per_s: float | None
     stage_fracs: dict[str, float]
+    score_busy_frac: float | None
+    prefetched_frac: float | None
+    delta_mean: float | None
+    score_plans: str
     age_mean: float | None
     age_max: int
     deferred_frac: float | None
@@ -117,7 +127,8 @@ def ratios(result: Result, steady: bool = False) -> dict[str, Ratio]:
     the drain included; a steady one takes the positions that are steady in both.
 
     Returns:
-        by "trl/sequential", "trl/overcommit", "sequential/overcommit"; a ratio without any pair is left out.
+        by "trl/sequential", "sequential/both", "overcommit/both", …: each baseline against every later rung, and every
+        rung against the next that ran; a ratio without any pair is left out.
     """
     found: dict[str, Ratio] = {}
     for slow, fast in _rungs(result):
@@ -222,8 +233,8 @@ def learning_differences(result: Result) -> dict[str, Difference]:
     """Final held-out differences of the later rung less the earlier one, paired by seed.
 
     Returns:
-        accuracy under "overcommit-trl", "overcommit-sequential", "sequential-trl"; the held-out score under
-        the same with "/score_mean"; a difference without any pair is left out.
+        accuracy under "overcommit-trl", "both-sequential", …, as in ``ratios``; the held-out score under the same
+        with "/score_mean"; a difference without any pair is left out.
     """
     found: dict[str, Difference] = {}
     for earlier, later in _rungs(result):
@@ -264,6 +275,10 @@ def summarise_runner(result: Result, name: str) -> RunnerSummary:
         stage_fracs={
             stage: sum(getattr(s, f"{stage}_s") for s in steps) / total_s for stage in STAGES if total_s
         },
+        score_busy_frac=sum(step.score_busy_s for step in steps) / total_s if total_s else None,
+        prefetched_frac=_prefetched_frac(steps),
+        delta_mean=fmean(step.delta for step in steps) if steps else None,
+        score_plans=_score_plans(steps),
         age_mean=sum(s.age_mean * s.responses_trained for s in steps) / num_responses
         if num_responses
         else None,
@@ -273,6 +288,17 @@ def summarise_runner(result: Result, name: str) -> RunnerSummary:
         final_accuracy=_mean_or_none([f for run in runs if (f := final_value(run, "accuracy")) is not None]),
         final_score=_mean_or_none([f for run in runs if (f := final_value(run, "score_mean")) is not None]),
     )
+
+
+def _prefetched_frac(steps: Sequence[Step]) -> float | None:
+    prefetched = sum(step.tokens_prefetched for step in steps)
+    num_read = prefetched + sum(step.tokens_scored for step in steps)
+    return prefetched / num_read if num_read else None
+
+
+def _score_plans(steps: Sequence[Step]) -> str:
+    plans = Counter(f"{s.score_at} {s.chunk_tokens}" if s.score_at == "chunk" else s.score_at for s in steps)
+    return ", ".join(f"{plan} × {count}" for plan, count in plans.most_common())
 
 
 def final_value(run: Run, field: EvaluationField) -> float | None:
@@ -317,7 +343,9 @@ def accounted_groups(step: Step) -> int:
 
 
 def _rungs(result: Result) -> list[tuple[str, str]]:
-    return list(combinations([name for name in LADDER if name in result.runners], 2))
+    names = [name for name in LADDER if name in result.runners]
+    steps = set(pairwise(names))
+    return [pair for pair in combinations(names, 2) if pair[0] in LADDER[:2] or pair in steps]
 
 
 def _pair_ratio(result: Result, slow: Run, fast: Run, *, steady: bool) -> float | None:

@@ -186,6 +186,11 @@ class TrainConfig(_Frozen):
         description="what a reward model reads: the policy's token ids, or the text; auto: ids where both have one "
         "vocabulary",
     )
+    reward_call_per: Literal["response", "group", "batch"] = Field(
+        default="response",
+        description="what one call of a reward function holds: each response when it ends, in several threads; all of "
+        "a group; or the batch, for functions that compare responses",
+    )
     critic: str | None = Field(
         default=None,
         description="model the critic starts from; null: the reward model where it has the policy's "

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from statistics import median
+from typing import Literal
 
 from pydantic import BaseModel
 
@@ -22,7 +23,7 @@ _DECODE_WINDOW_TOKENS = 24
 
 
 class StageCosts(BaseModel):
-    """Seconds per response token of each stage, on its own."""
+    """Seconds per response token of each stage, on its own; the critic's values count to training."""
 
     decode_s_per_token: float
     score_s_per_token: float
@@ -36,16 +37,27 @@ def best_of(costs: list[StageCosts]) -> StageCosts:
     )
 
 
-def bound_of(costs: StageCosts, runners: dict[str, Runner], num_warmup_steps: int) -> Bound:
-    """Bound and share reached per runner, at its median step."""
+def bound_of(
+    costs: StageCosts,
+    runners: dict[str, Runner],
+    num_warmup_steps: int,
+    *,
+    placement: Literal["shared", "split"] = "shared",
+) -> Bound:
+    """Bound and share reached per runner, at its median step.
+
+    ``shared``: the sum over the stages. ``split``: the slower of actor (decoding and training) and scorers.
+    """
     step_s, share = {}, {}
     for name, runner in runners.items():
         steps = [step for run in runner.runs for step in run.steps[num_warmup_steps:]]
         if not steps:
             continue
-        step_s[name] = costs.decode_s_per_token * median(step.tokens_decoded for step in steps) + (
-            costs.score_s_per_token + costs.train_s_per_token
-        ) * median(step.tokens_trained for step in steps)
+        decoded = median(step.tokens_decoded for step in steps)
+        trained = median(step.tokens_trained for step in steps)
+        actor_s = costs.decode_s_per_token * decoded + costs.train_s_per_token * trained
+        scorers_s = costs.score_s_per_token * trained
+        step_s[name] = max(actor_s, scorers_s) if placement == "split" else actor_s + scorers_s
         share[name] = step_s[name] / median(step.step_s for step in steps)
     return Bound(**costs.model_dump(), step_s=step_s, share_reached=share)
 
@@ -78,13 +90,18 @@ def measure_costs(spec: RunSpec) -> StageCosts:
 
         def score() -> None:
             for handle in engine.scorers.values():
-                handle.submit(rollouts).result()
-            if engine.algorithm.needs_critic:
-                engine.learner.compute_values(batch)
+                for future in handle.submit(rollouts):
+                    future.result()
 
         score_s = fastest_s(score)
         train_batch = engine.algorithm.prepare(batch)
-        train_s = fastest_s(lambda: engine.learner.update(train_batch, engine.algorithm))
+
+        def train_once() -> None:
+            if engine.algorithm.needs_critic:
+                engine.learner.compute_values(batch)
+            engine.learner.update(train_batch, engine.algorithm)
+
+        train_s = fastest_s(train_once)
         # No stop token: every row stays, so each window decodes exactly rows × tokens.
         generator = HFGenerator(
             engine.learner.policy, temperature=train.sampling.temperature, stop_token_ids=(), seed=spec.seed

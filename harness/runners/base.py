@@ -7,13 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Protocol
+from typing import Literal, NamedTuple, Protocol
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field
 from torch import nn
 
-from harness.schema import Evaluation, Step
+from harness.schema import Evaluation, Step, TimelineSpan
 from harness.workloads.loading import Workload
 from oppo_kit.backends.function_scorer import FunctionScorer
 from oppo_kit.backends.hf_generator import HFGenerator
@@ -38,6 +38,9 @@ class RunSpec(BaseModel):
     seed: int
     pair: int = 0
     num_threads: int = Field(default=1, ge=1)
+    placement: Literal["shared", "split"] = Field(
+        default="shared", description="split: the actor has the first core, the scorers the second"
+    )
     train: TrainConfig
     eval_every: int = Field(default=0, ge=0, description="steps between evaluations; 0: none at all")
     num_eval_problems: int = Field(default=0, ge=0)
@@ -56,7 +59,17 @@ class Evaluate(Protocol):
 
 
 OnStep = Callable[[Step], None]
-RunFunction = Callable[[RunSpec, Workload, Evaluate, OnStep], tuple[list[Step], list[Evaluation]]]
+
+
+class Outcome(NamedTuple):
+    """What a runner measured."""
+
+    steps: list[Step]
+    evaluations: list[Evaluation]
+    timeline: list[TimelineSpan]
+
+
+RunFunction = Callable[[RunSpec, Workload, Evaluate, OnStep], Outcome]
 
 
 class HeldOutEvaluator:
@@ -120,5 +133,5 @@ class HeldOutEvaluator:
 def make_reward_scorer(workload: Workload) -> Scorer:
     """A scorer of its own for the workload's reward: its model, or its functions."""
     if workload.reward_path is not None:
-        return HFRewardScorer(workload.make_reward())
+        return HFRewardScorer(workload.make_reward(), rendering=workload.reward_rendering())
     return FunctionScorer(workload.reward_functions, workload.tokenizer, prompt_column=workload.prompt_column)

@@ -13,6 +13,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from harness.runners.base import RunFunction, RunSpec
+from harness.runners.cores import actor_core, pin_to
 from harness.runners.link import connect_to_parent
 
 
@@ -20,6 +21,8 @@ def main(spec_file: Path, result_file: Path) -> None:
     """Carry out one run."""
     progress = connect_to_parent()
     spec = RunSpec.model_validate_json(spec_file.read_text())
+    if spec.placement == "split":
+        pin_to(actor_core())  # before any thread is started, so that all of them are there
     os.environ["OMP_NUM_THREADS"] = str(spec.num_threads)
     # Rows of one batch differ in length all the time; tokenizers' own threads only disturb the count we set.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
@@ -50,7 +53,7 @@ def main(spec_file: Path, result_file: Path) -> None:
         print(json.dumps(facts), file=progress, flush=True)
 
     with UtilisationSampler(clock=clock, interval_s=0.5) as sampler:
-        steps, evaluations = run_function(spec.runner)(spec, workload, evaluator, on_step)
+        steps, evaluations, timeline = run_function(spec.runner)(spec, workload, evaluator, on_step)
     run = Run(
         seed=spec.seed,
         pair=spec.pair,
@@ -62,6 +65,7 @@ def main(spec_file: Path, result_file: Path) -> None:
         steps=steps,
         evaluations=evaluations,
         utilisation=to_results(sampler.series()),
+        timeline=timeline,
     )
     result_file.write_text(run.model_dump_json())
 
@@ -72,9 +76,9 @@ def run_function(name: str) -> RunFunction:
         from harness.runners.trl import run
 
         return run
-    from harness.runners import oppo
+    from harness.runners.oppo import run
 
-    return {"sequential": oppo.run_sequential, "overcommit": oppo.run_overcommit}[name]
+    return run
 
 
 def _peak_rss_bytes() -> int | None:

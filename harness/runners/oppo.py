@@ -1,6 +1,6 @@
-"""Our engine as a runner: ``sequential`` without any overlap, ``overcommit`` with B + Δ in the air.
+"""Our engine as a runner: the rungs of the ladder, from no overlap to all of it.
 
-Both run the same backend, learner and algorithm; only the schedule differs.
+All run the same backend, learner and algorithm; only when responses are scored and how many are in the air differs.
 """
 
 from __future__ import annotations
@@ -8,8 +8,11 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from harness.runners.base import Evaluate, OnStep, RunSpec
-from harness.schema import Evaluation, Step
+import torch
+
+from harness.runners.base import Evaluate, OnStep, Outcome, RunSpec
+from harness.runners.cores import scorer_core
+from harness.schema import Evaluation, Step, TimelineSpan
 from harness.workloads.loading import Workload
 from oppo_kit.backends.function_scorer import FunctionScorer
 from oppo_kit.build import build_engine
@@ -18,20 +21,66 @@ from oppo_kit.engine.loop import OverlapEngine
 from oppo_kit.registry import create_algorithm
 from oppo_kit.types import StepReport
 
+_NO_OVERCOMMIT = {"schedule": "sequential", "delta": 0}
+RUNGS: dict[str, dict[str, Any]] = {
+    "sequential": {**_NO_OVERCOMMIT, "score_at": "batch"},
+    "sample": {**_NO_OVERCOMMIT, "score_at": "sample"},
+    "chunk": {**_NO_OVERCOMMIT, "score_at": "chunk"},
+    "chunk_auto": {**_NO_OVERCOMMIT, "score_at": "auto"},
+    "overcommit": {"score_at": "batch"},
+    "both": {"score_at": "auto"},
+}
+"""What each rung changes in the configuration's own overlap settings."""
 
-def run_sequential(
-    spec: RunSpec, workload: Workload, evaluate: Evaluate, on_step: OnStep
-) -> tuple[list[Step], list[Evaluation]]:
-    """Decode all B to their end, score, train, again."""
-    overlap = OverlapConfig(schedule="sequential", decode_tokens=spec.train.overlap.decode_tokens)
-    return _run(spec, overlap, workload, evaluate, on_step)
+
+def overlap_of(spec: RunSpec) -> OverlapConfig:
+    """The settings of a rung. Scorers that overlap leave the actor's thread, to a process on a CPU.
+
+    In placement ``split`` they have a core of their own in every rung, the one without overlap included.
+    """
+    changes = dict(RUNGS[spec.runner])
+    own = spec.train.overlap
+    if changes["score_at"] == "batch":
+        changes |= {"placement": "inline", "scorer_cores": None, "stream_critic": False}
+    elif own.placement == "inline":
+        changes["placement"] = "thread" if torch.cuda.is_available() else "process"
+    if changes["score_at"] == "sample":
+        changes["stream_critic"] = False
+    if spec.placement == "split":
+        changes |= {"placement": "process", "scorer_cores": (scorer_core(),), "stream_critic": False}
+    return OverlapConfig.model_validate(own.model_dump() | changes)
 
 
-def run_overcommit(
-    spec: RunSpec, workload: Workload, evaluate: Evaluate, on_step: OnStep
-) -> tuple[list[Step], list[Evaluation]]:
-    """The configuration's own overlap settings."""
-    return _run(spec, spec.train.overlap, workload, evaluate, on_step)
+def run(spec: RunSpec, workload: Workload, evaluate: Evaluate, on_step: OnStep) -> Outcome:
+    """Train by the rung that the specification names."""
+    train = spec.train.model_copy(update={"overlap": overlap_of(spec)})
+    steps: list[Step] = []
+    evaluations: list[Evaluation] = []
+    timeline: list[TimelineSpan] = []
+    with make_engine(train, workload) as engine:
+
+        def evaluate_now() -> None:
+            evaluations.append(
+                evaluate(
+                    engine.learner.policy,
+                    step=len(steps),
+                    elapsed_train_s=sum(step.step_s for step in steps),
+                    responses_trained=sum(step.responses_trained for step in steps),
+                )
+            )
+
+        if spec.eval_every:
+            evaluate_now()
+        for report in engine.run():
+            steps.append(to_step(report))
+            on_step(steps[-1])
+            if report.step == train.num_steps // 2:
+                timeline = to_timeline(report)
+            if spec.eval_every and (len(steps) % spec.eval_every == 0 or len(steps) == train.num_steps):
+                evaluate_now()
+        if spec.save_to is not None:
+            engine.learner.save_pretrained(spec.save_to, workload.tokenizer)
+    return Outcome(steps, evaluations, timeline)
 
 
 def make_engine(train: TrainConfig, workload: Workload, **options: Any) -> OverlapEngine:
@@ -41,7 +90,10 @@ def make_engine(train: TrainConfig, workload: Workload, **options: Any) -> Overl
         workload.make_reward()
         if workload.reward_path is not None
         else FunctionScorer(
-            workload.reward_functions, workload.tokenizer, prompt_column=workload.prompt_column
+            workload.reward_functions,
+            workload.tokenizer,
+            prompt_column=workload.prompt_column,
+            call_per=train.reward_call_per,
         )
     )
     return build_engine(
@@ -51,6 +103,8 @@ def make_engine(train: TrainConfig, workload: Workload, **options: Any) -> Overl
         prompts=workload.prompts,
         reward=reward,
         critic=workload.make_critic() if algorithm.needs_critic else None,
+        reward_tokenizer=workload.reward_tokenizer,
+        prompt_column=workload.prompt_column,
         algorithm=algorithm,
         **options,
     )
@@ -72,7 +126,11 @@ def to_step(report: StepReport) -> Step:
         responses_trained=report.responses_trained,
         reward_mean=report.reward_mean,
         kl=metrics.get("objective/kl"),
+        score_busy_s=report.score_busy_s,
+        tokens_prefetched=report.tokens_prefetched,
+        tokens_scored=report.tokens_scored,
         delta=report.delta,
+        score_at=report.score_at,
         chunk_tokens=report.chunk_tokens,
         age_mean=report.age_mean,
         age_max=report.age_max,
@@ -87,31 +145,17 @@ def to_step(report: StepReport) -> Step:
     )
 
 
-def _run(
-    spec: RunSpec, overlap: OverlapConfig, workload: Workload, evaluate: Evaluate, on_step: OnStep
-) -> tuple[list[Step], list[Evaluation]]:
-    train = spec.train.model_copy(update={"overlap": overlap})
-    steps: list[Step] = []
-    evaluations: list[Evaluation] = []
-    with make_engine(train, workload) as engine:
-
-        def evaluate_now() -> None:
-            evaluations.append(
-                evaluate(
-                    engine.learner.policy,
-                    step=len(steps),
-                    elapsed_train_s=sum(step.step_s for step in steps),
-                    responses_trained=sum(step.responses_trained for step in steps),
-                )
-            )
-
-        if spec.eval_every:
-            evaluate_now()
-        for report in engine.run():
-            steps.append(to_step(report))
-            on_step(steps[-1])
-            if spec.eval_every and (len(steps) % spec.eval_every == 0 or len(steps) == train.num_steps):
-                evaluate_now()
-        if spec.save_to is not None:
-            engine.learner.save_pretrained(spec.save_to, workload.tokenizer)
-    return steps, evaluations
+def to_timeline(report: StepReport) -> list[TimelineSpan]:
+    """The spans of a step, from its first moment on."""
+    start_s = min((span.start_s for span in report.spans), default=0.0)
+    return [
+        TimelineSpan(
+            step=report.step,
+            lane=span.lane,
+            name=span.name,
+            start_s=round(span.start_s - start_s, 6),
+            stop_s=round(span.stop_s - start_s, 6),
+            num_tokens=span.num_tokens,
+        )
+        for span in report.spans
+    ]

@@ -45,9 +45,9 @@ from torch import nn
 from transformers import GenerationConfig, PreTrainedTokenizerBase, set_seed
 
 from algorithms.ppo import PPOConfig
+from harness.runners.base import Outcome
 from harness.runners.trl_recorder import Meter, Recorder, timed
 from harness.runners.trl_row_limits import RowLimits
-from harness.schema import Evaluation, Step
 from oppo_kit.build import add_adapter
 from oppo_kit.config import LearnerConfig, TrainConfig, parse_config
 from oppo_kit.errors import ConfigError, MissingExtraError
@@ -69,7 +69,7 @@ def run(
     on_step: OnStep,
     *,
     clock: Callable[[], float] = time.perf_counter,
-) -> tuple[list[Step], list[Evaluation]]:
+) -> Outcome:
     """Train by TRL.
 
     Args:
@@ -80,7 +80,7 @@ def run(
         clock: monotonic seconds.
 
     Returns:
-        the steps and the evaluations, in order.
+        the steps and the evaluations, in order; no timeline.
 
     Raises:
         MissingExtraError: TRL is not installed.
@@ -103,7 +103,7 @@ def run(
         trainer.policy_model.save_pretrained(spec.save_to)
         trainer.value_model.save_pretrained(spec.save_to / "critic")
         workload.tokenizer.save_pretrained(spec.save_to)
-    return recorder.steps, recorder.evaluations
+    return Outcome(recorder.steps, recorder.evaluations, [])
 
 
 @contextlib.contextmanager
@@ -143,7 +143,12 @@ def _check(train: TrainConfig, workload: Workload) -> PPOConfig:
     if workload.reward_path is None:
         raise ConfigError(
             "TRL's PPOTrainer takes reward models only, and the reward of this run is a function; "
-            "set reward to a reward model, or use the runners sequential and overcommit"
+            "set reward to a reward model, or leave the trl runner out"
+        )
+    if workload.reward_tokenizer is not None:
+        raise ConfigError(
+            f"TRL's PPOTrainer gives the reward model the policy's token ids, and {workload.reward_path} has another "
+            "vocabulary; leave the trl runner out"
         )
     if train.learner.max_grad_norm is not None:
         raise ConfigError(

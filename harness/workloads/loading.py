@@ -22,12 +22,14 @@ from oppo_kit.backends.loading import (
     ModelSettings,
     check_same_vocabulary,
     check_vocab_sizes,
+    has_same_vocabulary,
     load_causal_lm,
     load_sequence_classifier,
     load_settings,
     load_tokenizer,
     stop_token_ids,
 )
+from oppo_kit.backends.rendering import IdsRendering, Rendering, TextRendering
 from oppo_kit.config import TrainConfig
 from oppo_kit.data import INPUT_IDS, PromptDataset
 from oppo_kit.errors import ConfigError
@@ -53,11 +55,12 @@ class Workload:
         stop_token_ids: end a response.
         policy_path: folder or hub id.
         reward_path: of a sequence classifier; None with reward functions.
-        critic_path: the reward model's or the configured one; without either the policy's, and then the
-            critic's score head starts at 0.
+        critic_path: the configured one, else the reward model's if it has the policy's vocabulary, else the policy's,
+            and then the critic's score head starts at 0.
         reward_functions: in TRL's signature; empty with a reward model.
         dtype: of all models.
         prompt_column: column of the prompt in ``Prompt.columns``.
+        reward_tokenizer: of a reward model that reads text; None where it reads the policy's token ids.
     """
 
     task: Task
@@ -71,6 +74,13 @@ class Workload:
     reward_functions: list[RewardFunction] = field(default_factory=list)
     dtype: torch.dtype = torch.float32
     prompt_column: str = "prompt"
+    reward_tokenizer: PreTrainedTokenizerBase | None = None
+
+    def reward_rendering(self) -> Rendering:
+        """What the reward model reads."""
+        if self.reward_tokenizer is None:
+            return IdsRendering()
+        return TextRendering(self.tokenizer, self.reward_tokenizer, prompt_column=self.prompt_column)
 
     def make_policy(self) -> PreTrainedModel:
         """A fresh causal language model."""
@@ -131,8 +141,10 @@ def load_workload(train: TrainConfig, *, num_eval_problems: int) -> Workload:
         )
 
     reward_path, functions = _reward(train, task)
-    critic_path = _critic_path(train, reward_path, policy_path)
-    _check_vocabularies(tokenizer, settings, policy_path, reward_path, critic_path)
+    reward_tokenizer = _reward_tokenizer(train, tokenizer, reward_path, policy_path)
+    ids_path = reward_path if reward_tokenizer is None else None
+    critic_path = _critic_path(train, ids_path, policy_path)
+    _check_vocabularies(tokenizer, settings, policy_path, ids_path, critic_path)
     evaluation = prompts_of(eval_rows, shuffle=False) if eval_rows else None
     return Workload(
         task=task if train.dataset is None else _Unchecked(task),
@@ -146,6 +158,7 @@ def load_workload(train: TrainConfig, *, num_eval_problems: int) -> Workload:
         reward_functions=functions,
         dtype=getattr(torch, train.dtype),
         prompt_column=prompt_column,
+        reward_tokenizer=reward_tokenizer,
     )
 
 
@@ -185,6 +198,22 @@ def _rows(train: TrainConfig, task: Task, num_eval: int) -> tuple[Sequence[Row],
         return rows, rows[:num_eval], column
     kept = [row for row, is_row_out in zip(rows, is_out, strict=True) if not is_row_out]
     return kept, [row for row, is_row_out in zip(rows, is_out, strict=True) if is_row_out][:num_eval], column
+
+
+def _reward_tokenizer(
+    train: TrainConfig, tokenizer: PreTrainedTokenizerBase, reward_path: str | None, policy_path: str
+) -> PreTrainedTokenizerBase | None:
+    """The reward model's, where it is to read text; None where ids will do, which ``_check_vocabularies`` checks."""
+    if reward_path is None or train.reward_input == "ids":
+        return None
+    if train.reward_input == "auto" and reward_path == policy_path:
+        return None
+    other = load_tokenizer(reward_path, offline_names=offline_names())
+    if train.reward_input == "auto":
+        if has_same_vocabulary(tokenizer, other):
+            return None
+        _logger.info("the reward model %s has a vocabulary of its own, so it reads text", reward_path)
+    return other
 
 
 def _check_vocabularies(

@@ -17,11 +17,12 @@ import sys
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from transformers import PreTrainedTokenizerBase
 
 from oppo_kit.errors import ConfigError, PartFailedError, RewardError, did_you_mean
+from oppo_kit.protocols import CallPer
 from oppo_kit.types import Rollout, Score
 
 RewardFunction = Callable[..., Any]
@@ -41,6 +42,7 @@ class FunctionScorer:
         name: str = "reward",
         *,
         prompt_column: str = "prompt",
+        call_per: CallPer = "response",
     ) -> None:
         """See the module for the signature.
 
@@ -50,9 +52,13 @@ class FunctionScorer:
             weights: one per function; None: all 1.
             name: of the score.
             prompt_column: the column of ``Prompt.columns`` that holds the prompt as the data set gave it.
+            call_per: what one call of a function holds. ``response``: one response, as soon as it has ended; several
+                calls run at once, in threads of their own. ``group``: all responses to one draw of a prompt, for
+                rewards that compare them. ``batch``: the responses of a step's B groups, for rewards that are
+                normalised over them; they are asked anew when one of the groups is rejected and replaced.
 
         Raises:
-            ConfigError: no function, or another number of weights.
+            ConfigError: no function, another number of weights, or another word for ``call_per``.
         """
         if not functions:
             raise ConfigError("a function reward needs at least one function; pass one as module:function")
@@ -61,7 +67,10 @@ class FunctionScorer:
                 f"{len(weights)} reward weights for {len(functions)} functions "
                 f"({', '.join(map(name_of, functions))}); give one weight each, or none"
             )
+        if call_per not in get_args(CallPer):
+            raise ConfigError(f"call_per is {call_per!r}; {did_you_mean(str(call_per), get_args(CallPer))}")
         self.name = name
+        self.call_per: CallPer = call_per
         self._functions = list(functions)
         self._weights = [1.0] * len(functions) if weights is None else list(weights)
         self._tokenizer = tokenizer
@@ -173,7 +182,8 @@ def _call(
         results = function(**own)
         if inspect.isawaitable(results):
             results = _run(_awaited(results))
-    except (Exception, SystemExit) as error:  # an exit would end the training as if it were complete
+    # An exit would end the training as if it were complete; a cancelled task is no Exception.
+    except (Exception, SystemExit, asyncio.CancelledError) as error:
         raise PartFailedError(f"reward function {name!r} raised {error!r} on draws {draw_ids}") from error
     if hasattr(results, "tolist"):
         results = results.tolist()

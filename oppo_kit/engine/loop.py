@@ -2,7 +2,7 @@
 
     admit to B + Δ ─► decode a chunk, hand it to the scorers ─► has a batch ended? ─no─┐   consumes: prompts, chunks,
          ▲                  ▲──────────────────────────────────────────────────────────┘   scores; waits for: the first
-         │                        yes ─► scores ─► prepare ─► update ─► load_weights(version + 1)  B groups, their scores
+         │                        yes ─► scores ─► prepare ─► update ─► load_weights(version + 1)  B groups, scores
          └────────────────────────── the unfinished keep their tokens ◄──────────┘
 
 Knows no model, tokenizer or algorithm; all parts come through ``oppo_kit.protocols``. It runs in one thread; only

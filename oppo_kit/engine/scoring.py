@@ -47,7 +47,7 @@ class ScoringDesk:
                 self._submit(name, ended.rollouts)
                 continue
             for group in ended.groups:
-                self._submit(name, group.rollouts)
+                self._submit_together(name, group.rollouts)
 
     def settle(self, groups: Sequence[Group]) -> dict[int, str]:
         """Wait for all scores of these groups and store them; returns the rejected draws with their reason.
@@ -60,7 +60,7 @@ class ScoringDesk:
                 self._submit_batch(name, groups)
             elif handle.call_per == "group":
                 for group in groups:
-                    self._submit(name, group.rollouts, is_awaited=True)
+                    self._submit_together(name, group.rollouts, is_awaited=True)
             else:
                 self._submit(name, [r for group in groups for r in group.rollouts], is_awaited=True)
         rejections: dict[int, str] = {}
@@ -130,14 +130,24 @@ class ScoringDesk:
                 {(rollout.key, name): future for rollout, future in zip(todo, futures, strict=True)}
             )
 
-    def _submit_batch(self, name: str, groups: Sequence[Group]) -> None:
-        draws = [group.draw_id for group in groups]
-        if self._batches.get(name) == draws:
+    def _submit_together(self, name: str, rollouts: Sequence[Rollout], *, is_awaited: bool = False) -> None:
+        """All or none of them, since a score depends on the others; after a failure some are scored already."""
+        if all(name in r.scores or (r.key, name) in self._pending for r in rollouts):
             return
-        rollouts = [rollout for group in groups for rollout in group.rollouts]
         for rollout in rollouts:
             rollout.scores.pop(name, None)
-        self._submit(name, rollouts, is_awaited=True)
+            self._pending.pop((rollout.key, name), None)
+        self._submit(name, rollouts, is_awaited=is_awaited)
+
+    def _submit_batch(self, name: str, groups: Sequence[Group]) -> None:
+        """Scores that were made beside other groups are void."""
+        draws = [group.draw_id for group in groups]
+        rollouts = [rollout for group in groups for rollout in group.rollouts]
+        if self._batches.get(name) != draws:
+            for rollout in rollouts:
+                rollout.scores.pop(name, None)
+                self._pending.pop((rollout.key, name), None)
+        self._submit_together(name, rollouts, is_awaited=True)
         self._batches[name] = draws
 
     def _store(self, name: str, rollout: Rollout, future: Future[Score | None]) -> str | None:

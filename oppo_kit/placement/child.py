@@ -1,101 +1,128 @@
 """The other side of the process placement: ``python -m oppo_kit.placement.child PIPE WEIGHTS`` (file descriptors).
 
-The main thread reads the pipe, so that the end of the parent is heard while a model runs, and ends the process at once.
+    pipe ─► main thread ─► queue ─► serving thread ─► ScoringWorker ─► pipe
+
+Waits for: messages of the parent. Unblocked by: a message or the end of the pipe. The main thread only reads, so that
+the end of the parent is heard while a model runs or is waited for, and it then ends the process at once.
 """
 
 from __future__ import annotations
 
 import os
+import pickle
 import signal
 import sys
 import threading
 from concurrent.futures import Future
 from contextlib import suppress
 from multiprocessing.connection import Connection
+from queue import SimpleQueue
 from typing import Any
 
+from oppo_kit.placement.messages import Failure, Results
 from oppo_kit.types import Score
+
+# Between two looks at the parent, whose own children may hold its end of the pipe open.
+_LOOK_S = 1.0
 
 
 def main(pipe_fd: int, weights_fd: int) -> None:
     """Load the scorers and serve them until the pipe ends."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent's to handle
+    os.set_inheritable(pipe_fd, False)  # by what a scorer may start, which would keep the pipe open
     pipe = Connection(pipe_fd)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a terminal: the parent's to handle
+    parent = os.getppid()
     try:
-        settings = pipe.recv()
-        if settings["cores"] is not None:
-            os.sched_setaffinity(0, settings["cores"])
-        link = _Link(pipe, settings, _load(weights_fd, settings["device"]))
+        settings = pickle.loads(pipe.recv_bytes())
+        link = _Link(pipe, settings["num_threads"], _load(weights_fd, settings["device"]))
     except EOFError:
         os._exit(1)
-    except Exception as error:
-        pipe.send(([], [], (type(error).__name__, f"the scoring process could not start: {error}")))
+    except BaseException as error:
+        with suppress(OSError):
+            pipe.send_bytes(pickle.dumps(Results([], [], Failure.of(error))))
         os._exit(1)
     with suppress(EOFError, OSError):
-        link.serve()
+        while (message := _receive(pipe, parent))[0] != "close":
+            link.put(message)
     os._exit(0)  # not by the interpreter's end, which would wait for a model that runs
+
+
+def _receive(pipe: Connection, parent: int) -> tuple[Any, ...]:
+    while not pipe.poll(_LOOK_S):
+        if os.getppid() != parent:
+            raise EOFError
+    return pickle.loads(pipe.recv_bytes())
 
 
 class _Link:
     """Messages to calls of a worker, and its results to messages."""
 
-    def __init__(self, pipe: Connection, settings: dict[str, Any], scorers: dict[str, Any]) -> None:
+    def __init__(self, pipe: Connection, num_threads: int, scorers: dict[str, Any]) -> None:
         from oppo_kit.placement.worker import ScoringWorker
 
         self._pipe = pipe
         self._lock = threading.Lock()
-        self._results: list[tuple[int, Score | None, tuple[str, str] | None]] = []
+        self._scores: list[tuple[int, Score | None, Failure | None]] = []
+        self._messages: SimpleQueue[tuple[Any, ...]] = SimpleQueue()
         has_affinity = hasattr(os, "sched_getaffinity")
         num_cores = len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count() or 1
         self._worker = ScoringWorker(
             scorers,
             lane="scoring process",
-            num_threads=settings["num_threads"],
+            num_threads=num_threads,
             num_threads_awaited=num_cores,
             on_work=self._tell,
         )
+        threading.Thread(target=self._serve, daemon=True).start()
         self._tell()
 
-    def serve(self) -> None:
-        """Until the parent says so, or is gone."""
-        while (message := self._pipe.recv())[0] != "close":
-            kind, name, *rest = message
-            if kind == "submit":
-                ids, rollouts, is_awaited = rest
-                futures = self._worker.submit(name, rollouts, is_awaited=is_awaited)
-                for index, future in zip(ids, futures, strict=True):
-                    future.add_done_callback(lambda done, index=index: self._keep(index, done))
-                if self._results:  # done before the callback was there
-                    self._tell()
-            elif kind == "feed":
-                self._worker.feed(name, *rest)
-            else:
-                self._worker.forget(name, *rest)
+    def put(self, message: tuple[Any, ...]) -> None:
+        """Serve it when those before it are."""
+        self._messages.put(message)
+
+    def _serve(self) -> None:
+        while True:
+            try:
+                self._call(*self._messages.get())
+            except BaseException as error:
+                self._tell(Failure.of(error))
+
+    def _call(self, kind: str, name: str, *rest: Any) -> None:
+        if kind == "feed":
+            self._worker.feed(name, *rest)
+        elif kind == "forget":
+            self._worker.forget(name, *rest)
+        else:
+            ids, rollouts, is_awaited = rest
+            futures = self._worker.submit(name, rollouts, is_awaited=is_awaited)
+            for index, future in zip(ids, futures, strict=True):
+                future.add_done_callback(lambda done, index=index: self._keep(index, done))
+            if self._scores:  # done before the callback was there
+                self._tell()
 
     def _keep(self, index: int, future: Future[Score | None]) -> None:
         error = future.exception()
+        score, failure = (future.result(), None) if error is None else (None, Failure.of(error))
         with self._lock:
-            if error is None:
-                self._results.append((index, future.result(), None))
-            else:
-                self._results.append((index, None, (type(error).__name__, str(error))))
+            self._scores.append((index, score, failure))
 
-    def _tell(self) -> None:
+    def _tell(self, failure: Failure | None = None) -> None:
         """What was done since the last time."""
-        failure = None
         try:
             self._worker.check()
         except Exception as error:
-            failure = (type(error).__name__, str(error))
-        with self._lock:
-            results, self._results = self._results, []
-            self._pipe.send((results, self._worker.take_spans(), failure))
+            failure = failure or Failure.of(error)
+        with self._lock, suppress(OSError):  # without a parent nobody listens, and the main thread ends all
+            scores, self._scores = self._scores, []
+            self._pipe.send_bytes(pickle.dumps(Results(scores, self._worker.take_spans(), failure)))
 
 
 def _load(weights_fd: int, device: str | None) -> dict[str, Any]:
     import torch
 
-    return torch.load(f"/dev/fd/{weights_fd}", map_location=device, mmap=True, weights_only=False)
+    scorers = torch.load(f"/dev/fd/{weights_fd}", map_location=device, mmap=True, weights_only=False)
+    os.close(weights_fd)
+    return scorers
 
 
 if __name__ == "__main__":

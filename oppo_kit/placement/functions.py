@@ -1,7 +1,7 @@
 """Python rewards in a pool of threads: a slow one holds its own group, not the others.
 
-Waits for: submissions. Unblocked by: ``submit``. With ``call_per`` response every response is a call of its own, so a
-function may run in several threads at once; with group and batch a submission is one call.
+Waits for: submissions. Unblocked by: ``submit``. With ``call_per`` response every response is a call of its own, with
+group every group, so a function may run in several threads at once; with batch a submission is one call.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import threading
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
-from oppo_kit.placement.worker import score_into
+from oppo_kit.placement.worker import begin, closed_error, outcome_of, settle
 from oppo_kit.protocols import CallPer, Clock, Scorer
 from oppo_kit.telemetry.clock import MonotonicClock
 from oppo_kit.types import Rollout, RolloutKey, Score, Span
@@ -30,6 +30,7 @@ class FunctionPlacement:
         self._pool = ThreadPoolExecutor(num_workers, thread_name_prefix=f"oppo-{scorer.name}")
         self._lock = threading.Lock()
         self._spans: list[Span] = []
+        self._futures: set[Future[Score | None]] = set()
 
     def submit(
         self,
@@ -39,10 +40,14 @@ class FunctionPlacement:
     ) -> list[Future[Score | None]]:
         """Queue ended rollouts."""
         futures: list[Future[Score | None]] = [Future() for _ in rollouts]
-        size = 1 if self.call_per == "response" else max(1, len(rollouts))
-        for first in range(0, len(rollouts), size):
-            part = slice(first, first + size)
-            self._pool.submit(self._work, rollouts[part], futures[part])
+        with self._lock:
+            self._futures.update(futures)
+        for indices in self._calls(rollouts):
+            chosen = [futures[index] for index in indices]
+            try:
+                self._pool.submit(self._work, [rollouts[index] for index in indices], chosen)
+            except RuntimeError as error:
+                raise closed_error(self.name) from error
         return futures
 
     def feed(self, rollouts: Sequence[Rollout]) -> None:
@@ -61,11 +66,29 @@ class FunctionPlacement:
         return spans
 
     def close(self) -> None:
-        """Cancel what has not begun and wait for what runs."""
-        self._pool.shutdown(wait=True, cancel_futures=True)
+        """Cancel what has not begun and wait for what runs; safe to call twice."""
+        with self._lock:
+            futures = list(self._futures)
+        for future in futures:
+            future.cancel()
+        self._pool.shutdown(wait=True)
+
+    def _calls(self, rollouts: Sequence[Rollout]) -> list[list[int]]:
+        """What each call of the scorer holds."""
+        if self.call_per == "batch":
+            return [list(range(len(rollouts)))]
+        calls: dict[object, list[int]] = {}
+        for index, rollout in enumerate(rollouts):
+            calls.setdefault(index if self.call_per == "response" else rollout.key.draw_id, []).append(index)
+        return list(calls.values())
 
     def _work(self, rollouts: Sequence[Rollout], futures: Sequence[Future[Score | None]]) -> None:
-        start_s = self._clock.now_s()
-        score_into(self._scorer, rollouts, futures)
+        if begin(futures):
+            start_s = self._clock.now_s()
+            outcome = outcome_of(self._scorer, rollouts)
+            span = Span("reward functions", f"score {self.name}", start_s, self._clock.now_s())
+            with self._lock:
+                self._spans.append(span)
+            settle(futures, outcome)
         with self._lock:
-            self._spans.append(Span("reward functions", f"score {self.name}", start_s, self._clock.now_s()))
+            self._futures.difference_update(futures)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import Any
 
-from oppo_kit.placement.worker import score_into
+from oppo_kit.placement.worker import as_failure, outcome_of, settle
 from oppo_kit.protocols import CallPer, Clock, Scorer, StreamingScorer
 from oppo_kit.telemetry.clock import MonotonicClock
 from oppo_kit.types import Rollout, RolloutKey, Score, Span
@@ -33,14 +33,20 @@ class InlinePlacement:
         """Score now; whatever the scorer raises becomes the futures' exception."""
         futures: list[Future[Score | None]] = [Future() for _ in rollouts]
         start_s, before = self._clock.now_s(), self._num_tokens_read
-        score_into(self._scorer, rollouts, futures)
+        outcome = outcome_of(self._scorer, rollouts)
+        if isinstance(outcome, Exception) and isinstance(outcome.__cause__, KeyboardInterrupt):
+            raise outcome.__cause__  # of the user, in whose thread this runs
         self._record("score", start_s, before)
+        settle(futures, outcome)
         return futures
 
     def feed(self, rollouts: Sequence[Rollout]) -> None:
         """Prefill now; an error is the caller's."""
         start_s, before = self._clock.now_s(), self._num_tokens_read
-        self._scorer.feed(rollouts)
+        try:
+            self._scorer.feed(rollouts)
+        except SystemExit as error:  # would end the training as if it were complete
+            raise as_failure(self.name, error) from error
         self._record("feed", start_s, before)
 
     def forget(self, keys: Sequence[RolloutKey] | None) -> None:

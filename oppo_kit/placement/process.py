@@ -27,8 +27,9 @@ from typing import Any
 
 import torch
 
-from oppo_kit import errors
-from oppo_kit.errors import ConfigError, OppoError, PartFailedError
+from oppo_kit.errors import ConfigError, PartFailedError
+from oppo_kit.placement.messages import Results, rebuilt
+from oppo_kit.placement.worker import begin, closed_error, settle
 from oppo_kit.protocols import CallPer, Scorer, StreamingScorer
 from oppo_kit.types import Rollout, RolloutKey, Score, Span
 
@@ -59,6 +60,7 @@ class ScoringProcess:
         cores: Sequence[int] | None = None,
         device: str | None = None,
     ) -> None:
+        _check_cores(cores)
         self._futures: dict[int, Future[Score | None]] = {}
         self._ids = count()
         self._lock = threading.Lock()
@@ -66,24 +68,20 @@ class ScoringProcess:
         self._failure: Exception | None = None
         self._spans: list[Span] = []
         self._ready = threading.Event()
-        own, theirs = Pipe()
-        with tempfile.TemporaryFile() as file, theirs:
+        with tempfile.TemporaryFile() as file:
             _write(scorers, file)
-            settings = {"num_threads": num_threads, "cores": _usable(cores), "device": device}
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "oppo_kit.placement.child", str(theirs.fileno()), str(file.fileno())],
-                pass_fds=(theirs.fileno(), file.fileno()),
-                stdin=subprocess.DEVNULL,
-                env={
-                    **os.environ,
-                    "OMP_NUM_THREADS": str(num_threads),
-                    "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
-                },
-            )
-        self._pipe = own
-        self.send(settings)
+            self._pipe, theirs = Pipe()
+            with theirs:
+                self._process = _start(theirs.fileno(), file.fileno(), num_threads)
         self._reader = threading.Thread(target=self._read, name="oppo-scores", daemon=True)
         self._reader.start()
+        try:
+            if cores is not None:
+                _pin(self.pid, cores)
+            self.send({"num_threads": num_threads, "device": device})
+        except BaseException:
+            self.close()
+            raise
 
     @property
     def pid(self) -> int:
@@ -108,24 +106,37 @@ class ScoringProcess:
     ) -> list[Future[Score | None]]:
         """Send ended rollouts."""
         futures: list[Future[Score | None]] = [Future() for _ in rollouts]
+        begin(futures)  # what was sent cannot be cancelled
         with self._lock:
             if self._failure is not None:
                 raise self._failure
+            if self._is_closing:
+                raise closed_error(name)
             ids = [next(self._ids) for _ in futures]
             self._futures.update(zip(ids, futures, strict=True))
         self.send(("submit", name, ids, [rollout.snapshot() for rollout in rollouts], is_awaited))
         return futures
 
     def send(self, message: object) -> None:
-        """To the child.
+        """To the child; nothing happens when it is closed.
 
         Raises:
-            PartFailedError: it is gone.
+            PartFailedError: it is gone, or the message cannot be pickled.
         """
         try:
-            self._pipe.send(message)
-        except (OSError, ValueError) as error:
-            self._ready.wait(_CLOSE_S)
+            # Not by Connection.send, which would put a tensor into shared memory.
+            packed = pickle.dumps(message)
+        except Exception as error:
+            raise PartFailedError(
+                f"rollouts cannot be sent to the scoring process: {error}; keep to numbers, text, lists and dicts in "
+                "the prompts' columns, or set overlap.placement to 'thread'"
+            ) from error
+        try:
+            self._pipe.send_bytes(packed)
+        except OSError as error:
+            if self._is_closing:
+                return
+            self._reader.join(_CLOSE_S)  # which finds out why
             self.check()
             raise PartFailedError(f"the scoring process {self.pid} cannot be reached: {error}") from error
 
@@ -142,13 +153,15 @@ class ScoringProcess:
         return spans
 
     def close(self) -> None:
-        """End the child; safe to call twice."""
+        """End the child, whatever it is at; safe to call twice."""
         with self._lock:
             if self._is_closing:
                 return
             self._is_closing = True
+        if not self._ready.is_set():  # it reads no messages yet
+            self._process.kill()
         with suppress(OSError):
-            self._pipe.send(("close",))
+            self._pipe.send_bytes(pickle.dumps(("close",)))
         try:
             self._process.wait(_CLOSE_S)
         except subprocess.TimeoutExpired:
@@ -156,42 +169,46 @@ class ScoringProcess:
             self._process.wait()
         self._reader.join(_CLOSE_S)
         self._pipe.close()
-        self._settle_all(PartFailedError("the scoring process was closed before this score was there"))
 
     def _read(self) -> None:
-        while True:
-            try:
-                results, spans, failure = self._pipe.recv()
-            except (EOFError, OSError, pickle.UnpicklingError):
-                break
-            with self._lock:
-                self._spans += spans
-                if failure is not None and self._failure is None:
-                    self._failure = rebuilt(failure)
-                done = [(self._futures.pop(index), score, error) for index, score, error in results]
-            for future, score, error in done:
-                if error is None:
-                    future.set_result(score)
-                else:
-                    future.set_exception(rebuilt(error))
-            self._ready.set()
-        code = self._process.wait()
-        error = PartFailedError(
-            f"the scoring process {self.pid} {_fate(code)}; its last words are on standard error above. If the system "
-            "killed it, memory ran out: lower batch_size, or set overlap.placement to 'inline'"
-        )
+        failure: Exception | None = None
+        try:
+            while True:
+                self._take(pickle.loads(self._pipe.recv_bytes()))
+        except (EOFError, OSError):
+            pass
+        except Exception as error:
+            self._process.kill()
+            self._process.wait()
+            failure = PartFailedError(f"the scoring process {self.pid} said what cannot be read: {error!r}")
+        failure = failure or self._death(self._process.wait())
         with self._lock:
-            if not self._is_closing and self._failure is None:
-                self._failure = error
-        self._settle_all(error)
+            if self._is_closing:
+                failure = PartFailedError("the scoring process was closed before this score was there")
+            else:
+                self._failure = failure = self._failure or failure
+            left, self._futures = self._futures, {}
+        settle(list(left.values()), failure)
         self._ready.set()
 
-    def _settle_all(self, error: Exception) -> None:
+    def _take(self, results: Results) -> None:
         with self._lock:
-            left, self._futures = self._futures, {}
-        for future in left.values():
-            if not future.done():
-                future.set_exception(error)
+            self._spans += results.spans
+            if results.failure is not None and self._failure is None:
+                self._failure = rebuilt(results.failure)
+            done = [(self._futures.pop(index), score, failure) for index, score, failure in results.scores]
+        for future, score, failure in done:
+            settle([future], [score] if failure is None else rebuilt(failure))
+        self._ready.set()
+
+    def _death(self, code: int) -> PartFailedError:
+        fate = f"ended with exit code {code}"
+        if code < 0:
+            fate = f"was killed by signal {-code} ({signal.Signals(-code).name})"
+        return PartFailedError(
+            f"the scoring process {self.pid} {fate}; its last words are on standard error above. If the system killed "
+            "it, memory ran out: lower batch_size, or set overlap.placement to 'inline'"
+        )
 
 
 class ProcessPlacement:
@@ -247,40 +264,50 @@ def place_in_process(
     return {name: ProcessPlacement(scorer, process) for name, scorer in scorers.items()}
 
 
-def rebuilt(error: tuple[str, str]) -> OppoError:
-    """An error of ours by its class's name and its words; anything else failed a part."""
-    name, words = error
-    error_class: Any = getattr(errors, name, None)
-    if isinstance(error_class, type) and error_class.__init__ is Exception.__init__:
-        return error_class(words)
-    return PartFailedError(f"{name}: {words}")
-
-
 def _write(scorers: Mapping[str, Scorer], file: Any) -> None:
     try:
         torch.save(dict(scorers), file)
-    except (pickle.PicklingError, AttributeError, TypeError) as error:
+    except Exception as error:  # a scorer may define how it is pickled
         raise ConfigError(
-            f"the scorers {sorted(scorers)} cannot be sent to a process: {error}; "
+            f"the scorers {sorted(scorers)} cannot be sent to a process: {type(error).__name__}: {error}; "
             "set overlap.placement to 'thread' or 'inline'"
         ) from error
     file.flush()
 
 
-def _usable(cores: Sequence[int] | None) -> list[int] | None:
+def _start(pipe_fd: int, weights_fd: int, num_threads: int) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(
+        [sys.executable, "-P", "-m", "oppo_kit.placement.child", str(pipe_fd), str(weights_fd)],
+        pass_fds=(pipe_fd, weights_fd),
+        stdin=subprocess.DEVNULL,
+        process_group=0,  # Ctrl-C is the parent's to handle
+        env={
+            **os.environ,
+            "OMP_NUM_THREADS": str(num_threads),
+            # Whatever this process can import.
+            "PYTHONPATH": os.pathsep.join(entry or os.getcwd() for entry in sys.path),
+        },
+    )
+
+
+def _check_cores(cores: Sequence[int] | None) -> None:
     if cores is None:
-        return None
-    usable = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set()
-    missing = sorted(set(cores) - set(range(os.cpu_count() or 1)))
-    if missing or not usable:
+        return
+    num_cores = os.cpu_count() or 1
+    missing = sorted(set(cores) - set(range(num_cores)))
+    if missing or not cores or not hasattr(os, "sched_setaffinity"):
         raise ConfigError(
             f"scorer_cores names the cores {missing or list(cores)}, which this machine lacks or cannot pin to; "
-            f"it has 0 to {(os.cpu_count() or 1) - 1}"
+            f"it has 0 to {num_cores - 1}"
         )
-    return sorted(set(cores))
 
 
-def _fate(code: int) -> str:
-    if code >= 0:
-        return f"ended with exit code {code}"
-    return f"was killed by signal {-code} ({signal.Signals(-code).name})"
+def _pin(pid: int, cores: Sequence[int]) -> None:
+    """At once, since threads take over where the one that starts them is pinned."""
+    try:
+        os.sched_setaffinity(pid, cores)
+    except OSError as error:
+        raise ConfigError(
+            f"scorer_cores {list(cores)} cannot be used by a process of this container: {error}; "
+            f"usable are {sorted(os.sched_getaffinity(0))}"
+        ) from error

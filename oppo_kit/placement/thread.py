@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 
+import torch
+
 from oppo_kit.placement.worker import ScoringWorker
 from oppo_kit.protocols import CallPer, Clock, Scorer, StreamingScorer
 from oppo_kit.types import Rollout, RolloutKey, Score, Span
@@ -48,6 +50,16 @@ class ThreadPlacement:
 def place_in_thread(
     scorers: Mapping[str, Scorer], *, num_threads: int | None = None, clock: Clock | None = None
 ) -> dict[str, ThreadPlacement]:
-    """All of them in one thread: they would wait for each other's cores otherwise."""
-    worker = ScoringWorker(scorers, lane="scorers", num_threads=num_threads, clock=clock)
+    """All of them in one thread: they would wait for each other's cores otherwise.
+
+    With ``num_threads`` CPU threads; with as many as the caller has where somebody waits for the scores.
+    """
+    num_threads_awaited = None if num_threads is None else torch.get_num_threads()
+    worker = ScoringWorker(
+        scorers,
+        lane="scorers",
+        num_threads=num_threads,
+        num_threads_awaited=num_threads_awaited,
+        clock=clock,
+    )
     return {name: ThreadPlacement(scorer, worker) for name, scorer in scorers.items()}

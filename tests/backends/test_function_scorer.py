@@ -215,6 +215,14 @@ def test_a_function_that_exits_does_not_end_the_training_as_if_it_were_complete(
             score(function)
 
 
+def test_a_function_whose_task_is_cancelled_is_named_too() -> None:
+    async def cancelled(**columns: Any) -> list[float]:
+        raise asyncio.CancelledError
+
+    with pytest.raises(PartFailedError, match=r"'cancelled' raised CancelledError\(\) on draws 7, 8, 12"):
+        score(cancelled)
+
+
 @pytest.mark.parametrize("exponent", [400, 5000])
 def test_a_number_too_large_for_a_float_is_refused_without_being_printed(exponent: int) -> None:
     def huge(**columns: Any) -> list[Any]:
@@ -277,6 +285,16 @@ def test_another_number_of_weights_is_refused() -> None:
         ConfigError, match=r"2 reward weights for 1 functions \(length\); give one weight each"
     ):
         FunctionScorer([length], TOKENIZER, weights=[1.0, 2.0])
+
+
+def test_what_one_call_holds_is_one_of_three_words() -> None:
+    assert FunctionScorer([length], TOKENIZER).call_per == "response"
+    for call_per in ("response", "group", "batch"):
+        assert FunctionScorer([length], TOKENIZER, call_per=call_per).call_per == call_per
+    with pytest.raises(
+        ConfigError, match="call_per is 'grup'; did you mean 'group'.* known: batch, group, response"
+    ):
+        FunctionScorer([length], TOKENIZER, call_per="grup")  # type: ignore[arg-type]
 
 
 # --- module:function

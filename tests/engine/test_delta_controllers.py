@@ -19,6 +19,7 @@ from oppo_kit.engine.controllers.delta import (
     FixedDelta,
     PaperDelta,
     RobustDelta,
+    Trend,
     create_delta_controller,
 )
 from oppo_kit.errors import ConfigError, StateError, UnknownNameError
@@ -49,6 +50,17 @@ def count_halvings(deltas: numpy.ndarray) -> int:
     """Halvings from 3 upward; a decay by an eighth never reaches the half there."""
     before, after = numpy.concatenate([[DELTA_MAX], deltas[:-1]]), deltas
     return int(((after == before // 2) & (before >= 3)).sum())
+
+
+def test_the_trend_of_four_rewards_by_hand() -> None:
+    """Times −1.5 to 1.5, S_tt = 5; slope (−1.5·1 − 0.5·3 + 0.5·2 + 1.5·4)/5 = 0.8; residuals −0.3, 0.9, −0.9, 0.3."""
+    for offset in (0, 2.0**52):
+        trend = Trend.of([offset + reward for reward in (1, 3, 2, 4)])
+        assert trend.slope == pytest.approx(0.8, rel=1e-12)
+        assert trend.noise == pytest.approx(math.sqrt(1.8 / 2), rel=1e-12)
+        assert trend.slope_error == pytest.approx(math.sqrt(0.9 / 5), rel=1e-12)
+        # Student's t with 2 degrees has its 0.95 quantile at 2.91999.
+        assert trend.margin(0.95) == pytest.approx(2.91999 * math.sqrt(0.18), rel=1e-5)
 
 
 @pytest.mark.parametrize("noise", NOISES)
@@ -231,10 +243,12 @@ def test_a_loaded_state_is_the_saved_one(kind) -> None:
     follow(saved, [3.0, 2.0, 1.0])
     saved.observe(4.0, 0.1)
     state = saved.state_dict()
+    packed = json.dumps(state)
     loaded.load_state_dict(state)
     assert loaded.state_dict() == state
-    loaded.observe(5.0, None)
-    assert saved.state_dict() == state
+    for controller in (saved, loaded):
+        controller.observe(5.0, None)
+    assert json.dumps(state) == packed
 
 
 def test_a_slow_rise_wins_back_what_a_low_effective_sample_took() -> None:

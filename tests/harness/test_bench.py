@@ -116,7 +116,7 @@ def test_what_was_measured_before_a_failure_is_kept(tmp_path, recorded, monkeypa
             UnknownNameError,
             "unknown runner 'overcomit'; did you mean 'overcommit'",
         ),
-        ({"runners": []}, ConfigError, "no runner was named; choose from trl, sequential, overcommit"),
+        ({"runners": []}, ConfigError, "no runner was named; choose from trl, sequential, sample, chunk"),
         ({"num_warmup_steps": 4}, ConfigError, "num_steps=4 leaves nothing to measure after 4 warm-up steps"),
     ],
 )
@@ -164,7 +164,11 @@ def test_a_reward_that_is_an_object_is_named_as_it_was_given(tmp_path, recorded,
 
 
 def test_the_result_names_the_critic_that_was_asked_for() -> None:
-    assert bench._critic_of(load_train_config(), has_reward_model=True) == "from the reward model"
-    assert bench._critic_of(load_train_config(), has_reward_model=False) == "from the policy"
-    named = load_train_config(overrides=["critic=tiny"])
-    assert bench._critic_of(named, has_reward_model=False) == "tiny"
+    for overrides, expected in (
+        ([], "from the reward model"),
+        (["reward=harness.workloads.tiny:chain_reward"], "from the policy"),
+        (["critic=tiny"], "tiny"),
+    ):
+        train = load_train_config(overrides=overrides)
+        loaded = bench.load_workload(train, num_eval_problems=0)
+        assert bench._critic_of(train, loaded) == expected

@@ -42,7 +42,7 @@ def test_every_full_result_has_a_row_with_its_figures(results: Path) -> None:
     )
     assert rows[1] == (
         "| [synthetic](results/b/report.md) | ppo, tiny, B = 4, 12 steps | Test CPU, 2 cores | "
-        "2.50 (2.00 to 3.00) | 1.67 (1.67 to 1.67) | 4.17 (3.33 to 5.00) | -1.00 (-4.37 to +2.37), trl | "
+        "2.50 (2.00 to 3.00) | 1.67 (1.67 to 1.67) | n/a | n/a | -1.00 (-4.37 to +2.37), overcommit less trl | "
         "trl 263 s, sequential 210 s, overcommit 205 s |"
     )
 
@@ -50,7 +50,7 @@ def test_every_full_result_has_a_row_with_its_figures(results: Path) -> None:
 def test_without_accuracy_the_row_has_the_difference_in_score(results: Path) -> None:
     _commit(results, "a", without_accuracy(make_ladder()))
     [row] = render_table(results).splitlines()[2:3]
-    assert "| -0.02 (-0.0874 to +0.0474), score, trl |" in row
+    assert "| -0.02 (-0.0874 to +0.0474), score, overcommit less trl |" in row
 
 
 def test_figures_are_derived_from_the_raw_samples_not_read(results: Path) -> None:
@@ -59,7 +59,7 @@ def test_figures_are_derived_from_the_raw_samples_not_read(results: Path) -> Non
         for step in run.steps:
             step.step_s *= 2
     _commit(results, "a", ladder)
-    assert "8.33 (6.67 to 10.00)" in render_table(results)
+    assert "5.00 (4.00 to 6.00)" in render_table(results)
 
 
 def test_smoke_runs_are_never_quoted(results: Path) -> None:
@@ -82,7 +82,7 @@ def test_a_missing_runner_leaves_its_cells_absent(results: Path) -> None:
     del ladder.runners["trl"]
     _commit(results, "a", ladder)
     row = render_table(results).splitlines()[2]
-    assert "| n/a | 1.67 (1.67 to 1.67) | n/a | -1.00 (-4.37 to +2.37), sequential |" in row
+    assert "| n/a | 1.67 (1.67 to 1.67) | n/a | n/a | -1.00 (-4.37 to +2.37), overcommit less sequential |" in row
 
 
 def test_a_results_file_that_does_not_fit_is_named(results: Path) -> None:

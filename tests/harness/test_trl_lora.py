@@ -113,7 +113,7 @@ def test_the_reference_pass_of_an_adapter_is_scoring(monkeypatch: pytest.MonkeyP
         return forward(model, *args)
 
     monkeypatch.setattr(module, "forward", slow_forward)
-    steps, _ = runner.run(
+    steps, _, _ = runner.run(
         make_spec(actor_lora={"r": 4}), TinyWorkload(), never, lambda _: None, clock=lambda: now_s[0]
     )
     assert [step.score_s for step in steps] == [100.0, 100.0]
@@ -144,7 +144,7 @@ def test_each_row_ends_at_its_own_limit_and_the_batch_with_the_slowest(
 def test_our_engine_gives_the_same_draws_the_same_lengths() -> None:
     workload = TinyWorkload(stop_token_ids=(), prompts=LimitedPrompts())
     spec = make_spec("sequential", sampling={"response_length": 12, "stop_token_ids": ()})
-    steps, _ = oppo.run_sequential(spec, workload, never, lambda _: None)
+    steps = oppo.run(spec, workload, never, lambda _: None).steps
     expected = [workload.prompts.draw(draw_id).max_new_tokens for draw_id in range(16)]
     assert sorted(steps[0].trained_lengths) == sorted(expected[:8])
     assert sorted(steps[1].trained_lengths) == sorted(expected[8:])

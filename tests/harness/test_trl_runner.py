@@ -55,7 +55,7 @@ class Watched:
         self.skew_s = 0.0
         self._watch(monkeypatch, module)
         self.globals_before = (module.batch_generation, module.get_reward, module.forward)
-        self.steps, self.evaluations = runner.run(
+        self.steps, self.evaluations, _ = runner.run(
             spec,
             workload,
             self.evaluate,
@@ -309,7 +309,7 @@ def test_trl_gets_the_optimizer_and_the_learning_rates_of_our_learner(
     ("train", "workload", "words"),
     [
         ({"algo": "grpo"}, {}, "algo is 'grpo', and the trl runner runs ppo only"),
-        ({}, {"reward_path": None}, "reward models only, .* use the runners sequential and overcommit"),
+        ({}, {"reward_path": None}, "reward models only, .* or leave the trl runner out"),
         ({"learner": {"max_grad_norm": 1.0}}, {}, r"max_grad_norm is 1.0, .* set learner.max_grad_norm=null"),
         ({"algo_config": {"num_mini_batches": 3}}, {}, "batch_size=8 is no multiple of num_mini_batches=3"),
         (

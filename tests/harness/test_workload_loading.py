@@ -16,6 +16,7 @@ import torch
 from harness.workloads import free_form, math_task, tiny
 from harness.workloads.base import is_held_out
 from harness.workloads.loading import Workload, load_workload
+from oppo_kit.backends.rendering import IdsRendering, TextRendering
 from oppo_kit.config import TrainConfig, parse_config
 from oppo_kit.errors import ConfigError, DataError, ModelError
 
@@ -93,17 +94,29 @@ def test_a_function_reward_leaves_the_policy_as_the_critic_with_a_head_of_zeros(
         made.make_reward()
 
 
-def test_a_reward_model_or_critic_of_another_vocabulary_is_refused(
+def test_a_reward_model_of_another_vocabulary_reads_text_unless_ids_are_asked_for(
     folders: dict[str, str], prompt_file: str
 ) -> None:
-    with pytest.raises(ModelError, match="vocabularies differ in 58 tokens"):
-        workload(model=folders["policy"], reward=folders["permuted"], dataset=prompt_file)
+    """trl#3595."""
+    names = {"model": folders["policy"], "reward": folders["permuted"], "dataset": prompt_file}
+    made = workload(**names)
+    assert made.reward_tokenizer is not None
+    assert isinstance(made.reward_rendering(), TextRendering)
+    assert made.critic_path == made.policy_path, "a critic reads the policy's ids"
+    with pytest.raises(ModelError, match="vocabularies differ in 58 tokens .*; set reward_input to 'text', or pass"):
+        workload(**names, reward_input="ids")
+    same = workload(model=folders["policy"], reward=folders["reward"], dataset=prompt_file)
+    assert same.reward_tokenizer is None
+    assert isinstance(same.reward_rendering(), IdsRendering)
+    asked = workload(model=folders["policy"], reward=folders["reward"], dataset=prompt_file, reward_input="text")
+    assert isinstance(asked.reward_rendering(), TextRendering)
+
+
+def test_a_critic_of_another_vocabulary_is_refused(folders: dict[str, str], prompt_file: str) -> None:
     with pytest.raises(ModelError, match="vocabularies differ in 58 tokens"):
         workload(
             model=folders["policy"], reward=folders["reward"], critic=folders["permuted"], dataset=prompt_file
         )
-    with pytest.raises(ModelError, match="vocabularies differ"):
-        workload(model=folders["policy"], reward="tiny", dataset=prompt_file)
 
 
 def test_the_default_reward_of_a_task_is_a_rule_where_it_has_one(

@@ -206,12 +206,16 @@ class RobustDelta:
 
     ┌ effective sample below its bound, or slope < 0 on either window ─► Δ ← ⌊Δ/2⌋
     ├ slope > 0 on the long window                                    ─► Δ ← Δ + ⌈Δ_max/16⌉
-    ├ slope inside the dead band on the long window, when it is full ─► Δ ← ⌊7Δ/8⌋
+    ├ slope inside the dead band on the long window, when it is full  ─► Δ ← ⌊7Δ/8⌋
     └ undecided                                                       ─► Δ stays
 
     The short window, the last RECENT_STEPS, sees a sudden fall before the long one, the last WINDOW_STEPS; a rise it
-    sees hardly sooner (16 steps against 17, measured), only more often where there is none. The dead band is a number of noise sigmas and the noise is the residuals', so that rewards may be shifted and scaled. A
-    fall that was answered is forgotten: the windows start afresh, else one drop would halve Δ at every step.
+    would see hardly sooner (after 16 steps against 17, measured), but more often where there is none. The dead band
+    is a number of noise sigmas and the noise is the residuals', so that rewards may be shifted and scaled. A fall
+    that was answered is forgotten: the windows start afresh, else one drop would halve Δ at every step. What is lost
+    in a steep rise counts as a fall once it exceeds what RECENT_STEPS had gained; and the reward must be noisy from
+    step to step independently, for slow waves are followed as rises and falls.
+
     Replaces the paper's rule (see ``PaperDelta``): faster down than up, and a plateau ends at Δ_min.
     """
 
