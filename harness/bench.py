@@ -15,18 +15,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
-from typing import Literal
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from harness.cores import Placement, split_cores
 from harness.environment import describe_environment, num_usable_cores
 from harness.folders import make_folder, write_atomically
 from harness.measurement.bound import StageCosts, best_of, bound_of
 from harness.processes import run_in_process
 from harness.report import write_report
 from harness.runners.base import RunSpec
-from harness.runners.cores import check_can_split
 from harness.schema import Environment, Result, Run, Runner, Workload
 from harness.statistics import fill_derived
 from harness.workloads.loading import Workload as LoadedWorkload
@@ -51,7 +50,7 @@ DEFAULT_RUNNERS = {
 LADDER = "ladder"
 
 
-def parse_placement(name: str) -> Literal["shared", "split"]:
+def parse_placement(name: str) -> Placement:
     """A placement by its name.
 
     Raises:
@@ -84,7 +83,7 @@ class BenchPlan:
     num_warmup_steps: int
     is_quick: bool
     folder: Path
-    placement: Literal["shared", "split"] = "shared"
+    placement: Placement = "shared"
     num_threads: int | None = None
     num_calibration_steps: int = 3
     command: str = field(default_factory=lambda: shlex.join(["oppo-kit", *sys.argv[1:]]))
@@ -135,7 +134,7 @@ def _check_plan(plan: BenchPlan) -> None:
             f"pass --set overlap.delta={max(1, plan.train.batch_size // 2)}"
         )
     if plan.placement == "split":
-        check_can_split()
+        split_cores(plan.placement)
         if "trl" in plan.runners:
             raise ConfigError(
                 "runner 'trl' cannot split actor and scorers; leave it out, or use placement 'shared'"
@@ -189,7 +188,7 @@ def _spec(plan: BenchPlan, runner: str, pair: int, num_threads: int) -> RunSpec:
         seed=plan.train.seed + pair,
         pair=pair,
         num_threads=num_threads,
-        placement=plan.placement,
+        cores=split_cores(plan.placement),
         train=plan.train,
         eval_every=plan.eval_every,
         num_eval_problems=plan.num_eval_problems,

@@ -47,9 +47,9 @@ class OverlapConfig(_Frozen):
         default=32, ge=1, description="tokens of a response between two feeds to the scorers; 8 to 512"
     )
     chunk_candidates: tuple[int, ...] = Field(
-        default=(8, 32, 128),
+        default=(32, 128),
         min_length=1,
-        description="chunk sizes that score_at auto tries, beside batch and sample",
+        description="chunk sizes that score_at auto tries, beside batch and sample; each costs three steps",
     )
     chunk_control: Literal["paper", "robust"] = Field(
         default="robust",

@@ -130,25 +130,18 @@ class ScorerHandle(Protocol):
 
 
 class Algorithm(Protocol):
-    """What is learned from a batch. ``oppo_kit.algorithm.AlgorithmBase`` has no-op hooks to inherit."""
+    """What is learned from a batch. ``oppo_kit.algorithm.AlgorithmBase`` has no-op hooks to inherit.
+
+    ``scorers`` are the scores it needs, of ``reward`` and ``reference``. With ``needs_critic`` there are values in
+    ``RolloutBatch`` and ``PolicyOutputs``; with ``needs_proximal`` the proximal log-probs follow the weights, else they
+    are the behaviour log-probs.
+    """
 
     name: ClassVar[str]
-
-    @property
-    def group_size(self) -> int:
-        """Responses per draw of a prompt."""
-
-    @property
-    def scorers(self) -> frozenset[str]:
-        """Names of the scores it needs, of ``reward`` and ``reference``."""
-
-    @property
-    def needs_critic(self) -> bool:
-        """Whether ``RolloutBatch.values`` and ``PolicyOutputs.values`` are there."""
-
-    @property
-    def needs_proximal(self) -> bool:
-        """Whether ``RolloutBatch.proximal_logprobs`` follow the weights; else they are the behaviour log-probs."""
+    group_size: int
+    scorers: frozenset[str]
+    needs_critic: bool
+    needs_proximal: bool
 
     @property
     def num_epochs(self) -> int:
@@ -168,17 +161,11 @@ class Algorithm(Protocol):
         micro-batches gives the same number for every split.
         """
 
-    def on_chunk(self, chunks: Sequence[TokenChunk]) -> None:
-        """After every decode call."""
-
-    def on_complete(self, group: Group) -> None:
-        """A group has ended; it is not scored yet."""
-
-    def on_batch(self, batch: RolloutBatch) -> None:
-        """B groups are selected and scored, before ``prepare``."""
-
-    def on_update(self, report: StepReport) -> None:
-        """The weights were updated and handed to the generator."""
+    # Hooks: after every decode call; when a group has ended; when B groups are scored; after the update.
+    on_chunk: Callable[[Sequence[TokenChunk]], None]
+    on_complete: Callable[[Group], None]
+    on_batch: Callable[[RolloutBatch], None]
+    on_update: Callable[[StepReport], None]
 
 
 class Learner(Protocol):

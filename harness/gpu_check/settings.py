@@ -11,7 +11,7 @@ from oppo_kit.errors import UnknownNameError
 
 Size = Literal["small", "full"]
 
-RUNNERS = ("trl", "sequential", "overcommit")
+RUNNERS = ("trl", "sequential", "overcommit", "both")
 # The first step compiles kernels, fills the allocator's pools and, overcommitted, decodes Δ responses for later.
 NUM_WARMUP_STEPS = 1
 # Fewer would be no measurement.
@@ -138,7 +138,16 @@ def train_config(model: CheckModel, size: CheckSize) -> TrainConfig:
             "response_length": size.lengths.longest,
             "stop_token_ids": (),
         },
-        "overlap": {"delta": size.delta, "max_age": 2, "decode_tokens": size.decode_tokens},
+        # What the last runner streams by; too few steps for a controller to try anything.
+        "overlap": {
+            "delta": size.delta,
+            "delta_control": "fixed",
+            "max_age": 2,
+            "decode_tokens": size.decode_tokens,
+            "score_at": "chunk",
+            "chunk_tokens": 4 * size.decode_tokens,
+            "placement": "thread",
+        },
         "learner": {"learning_rate": 1e-6, "lr_scheduler_type": "constant", "max_grad_norm": None},
     }
     return TrainConfig.model_validate(values)

@@ -23,6 +23,7 @@ from typing import Literal
 import torch
 from torch import nn
 
+from harness.cores import split_cores
 from harness.environment import describe_environment, num_usable_cores
 from harness.measurement.output import carry_out
 from harness.measurement.streaming_report import (
@@ -101,7 +102,7 @@ def measure(
             f"rounds={num_rounds}, steps={num_steps}, batch_size={train.batch_size}: at least 1, 2 and 2 are needed, "
             "since overcommit shows from the second step on, with Δ = B/2"
         )
-    cores = cores_of(placement)
+    cores = split_cores(placement)
     environment = describe_environment()
     workload = load_workload(train, num_eval_problems=0)
     cases: list[Case] = []
@@ -118,7 +119,9 @@ def measure(
         schedules = ((0, 1), (train.batch_size // 2, num_steps))
         for cost in reward_costs:
             reward = choose_layers(cost, policy)
-            with _scoring_process(make_reward(policy, reward.num_layers), cores[1:] or None) as handle:
+            with _scoring_process(
+                make_reward(policy, reward.num_layers), cores[1:] if cores else None
+            ) as handle:
                 bench = Bench(generator, workload.prompts, handle, train.batch_size)
                 bench.run("chunk 32", delta=0, num_steps=1, first_draw=0, num_threads=1)  # warms all up
                 for delta, steps in schedules:
@@ -174,23 +177,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return result
 
     return carry_out(options.out, STEM, measure_and_draw, lambda result: render([result]))
-
-
-def cores_of(placement: Placement) -> list[int]:
-    """The actor's core and the scorer's, of those that this process may use; empty where both may use all.
-
-    Raises:
-        ConfigError: split, and there are not two that a process can be pinned to.
-    """
-    if placement == "shared":
-        return []
-    usable = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
-    if len(usable) < 2:
-        raise ConfigError(
-            f"placement 'split' pins actor and scorer to a core each, and this machine offers {len(usable)} to pin to; "
-            "2 are needed: use placement 'shared'"
-        )
-    return usable[:2]
 
 
 def thread_counts() -> list[int]:

@@ -106,7 +106,7 @@ class PairedRatio(NamedTuple):
     @property
     def is_above(self) -> bool:
         """The other was faster in every one of enough rounds."""
-        return self.low > 1
+        return self.num_rounds >= MIN_ROUNDS and self.low > 1
 
     @property
     def is_below(self) -> bool:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Literal, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field
@@ -38,8 +38,8 @@ class RunSpec(BaseModel):
     seed: int
     pair: int = 0
     num_threads: int = Field(default=1, ge=1)
-    placement: Literal["shared", "split"] = Field(
-        default="shared", description="split: the actor has the first core, the scorers the second"
+    cores: tuple[int, int] | None = Field(
+        default=None, description="placement split: the actor's core and the scorers'; None: all have all"
     )
     train: TrainConfig
     eval_every: int = Field(default=0, ge=0, description="steps between evaluations; 0: none at all")

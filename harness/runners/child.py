@@ -13,7 +13,6 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from harness.runners.base import RunFunction, RunSpec
-from harness.runners.cores import actor_core, pin_to
 from harness.runners.link import connect_to_parent
 
 
@@ -21,8 +20,8 @@ def main(spec_file: Path, result_file: Path) -> None:
     """Carry out one run."""
     progress = connect_to_parent()
     spec = RunSpec.model_validate_json(spec_file.read_text())
-    if spec.placement == "split":
-        pin_to(actor_core())  # before any thread is started, so that all of them are there
+    if spec.cores is not None:
+        os.sched_setaffinity(0, spec.cores[:1])  # before any thread is started, so that all of them are there
     os.environ["OMP_NUM_THREADS"] = str(spec.num_threads)
     # Rows of one batch differ in length all the time; tokenizers' own threads only disturb the count we set.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"

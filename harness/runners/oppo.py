@@ -11,7 +11,6 @@ from typing import Any
 import torch
 
 from harness.runners.base import Evaluate, OnStep, Outcome, RunSpec
-from harness.runners.cores import scorer_core
 from harness.schema import Evaluation, Step, TimelineSpan
 from harness.workloads.loading import Workload
 from oppo_kit.backends.function_scorer import FunctionScorer
@@ -28,26 +27,27 @@ RUNGS: dict[str, dict[str, Any]] = {
     "chunk": {**_NO_OVERCOMMIT, "score_at": "chunk"},
     "chunk_auto": {**_NO_OVERCOMMIT, "score_at": "auto"},
     "overcommit": {"score_at": "batch"},
-    "both": {"score_at": "auto"},
+    "both": {},
 }
-"""What each rung changes in the configuration's own overlap settings."""
+"""What each rung changes in the configuration's own overlap settings; the last one scores as they say, or else auto."""
 
 
 def overlap_of(spec: RunSpec) -> OverlapConfig:
     """The settings of a rung. Scorers that overlap leave the actor's thread, to a process on a CPU.
 
-    In placement ``split`` they have a core of their own in every rung, the one without overlap included.
+    Where cores are split they have one of their own in every rung, the one without overlap included.
     """
-    changes = dict(RUNGS[spec.runner])
     own = spec.train.overlap
+    changes: dict[str, Any] = {"score_at": "auto" if own.score_at == "batch" else own.score_at}
+    changes |= RUNGS[spec.runner]
     if changes["score_at"] == "batch":
         changes |= {"placement": "inline", "scorer_cores": None, "stream_critic": False}
     elif own.placement == "inline":
         changes["placement"] = "thread" if torch.cuda.is_available() else "process"
     if changes["score_at"] == "sample":
         changes["stream_critic"] = False
-    if spec.placement == "split":
-        changes |= {"placement": "process", "scorer_cores": (scorer_core(),), "stream_critic": False}
+    if spec.cores is not None:
+        changes |= {"placement": "process", "scorer_cores": spec.cores[1:], "stream_critic": False}
     return OverlapConfig.model_validate(own.model_dump() | changes)
 
 

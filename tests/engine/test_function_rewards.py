@@ -40,11 +40,13 @@ def length_of(draw_id: int, sample_index: int) -> int:
 
 def build(handle: ScorerHandle, *, group_size: int = 2, num_steps: int = 3, **overlap: Any) -> OverlapEngine:
     clock = VirtualClock()
+    algorithm: Any = FakeAlgorithm(group_size)
+    learner: Any = FakeLearner(clock)
     return OverlapEngine(
-        algorithm=FakeAlgorithm(group_size),
+        algorithm=algorithm,
         generator=FakeGenerator(length_of, clock),
         scorers={"reward": handle},
-        learner=FakeLearner(clock),
+        learner=learner,
         prompts=Prompts(),
         batch_size=2,
         num_steps=num_steps,

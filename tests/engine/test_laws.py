@@ -26,7 +26,9 @@ class EngineMachine(RuleBasedStateMachine):
         delta_share=st.one_of(st.just(1.0), st.floats(0, 1)),
         decode_tokens=st.sampled_from([1, 3, 16]),
         schedule=st.sampled_from(["oppo", "oppo", "oppo", "sequential"]),
-        score_at=st.sampled_from(["batch", "sample"]),
+        score_at=st.sampled_from(["batch", "sample", "chunk", "auto"]),
+        delta_control=st.sampled_from(["fixed", "paper", "robust"]),
+        group_call=st.sampled_from(["response", "group", "batch"]),
         seed=st.integers(0, 2**16),
         slow_share=st.sampled_from([0.05, 0.3, 0.6]),
         are_first_slow=st.booleans(),
@@ -42,6 +44,8 @@ class EngineMachine(RuleBasedStateMachine):
         decode_tokens,
         schedule,
         score_at,
+        delta_control,
+        group_call,
         seed,
         slow_share,
         are_first_slow,
@@ -56,8 +60,16 @@ class EngineMachine(RuleBasedStateMachine):
         self.non_finite = non_finite
         self.num_update_calls = 0
         self.overlap = OverlapConfig(
-            schedule=schedule, delta=delta, max_age=max_age, decode_tokens=decode_tokens, score_at=score_at
+            schedule=schedule,
+            delta=delta,
+            delta_control=delta_control,
+            max_age=max_age,
+            decode_tokens=decode_tokens,
+            score_at=score_at,
+            chunk_tokens=4,
+            chunk_candidates=(2, 20),
         )
+        self.call_per = group_call
         self.engine = self.make_engine(non_finite)
         self.trained: list[int] = []
         self.rejected_non_finite: list[int] = []
@@ -88,6 +100,7 @@ class EngineMachine(RuleBasedStateMachine):
             score_of=self.score_of,
             non_finite=non_finite,
             limit=self.limit,
+            call_per=self.call_per,
         )
 
     @property
@@ -154,6 +167,26 @@ class EngineMachine(RuleBasedStateMachine):
         assert report.trained == len(self.trained)
         assert report.rejected.get("non_finite", 0) == len(self.rejected_non_finite)
         assert report.age_max <= self.max_age
+        self.check_scorer()
+
+    def check_scorer(self):
+        """Nothing is submitted twice, fed after its end, or fed backwards; calls hold what they must."""
+        handle = self.engine.scorers["reward"]
+        if self.call_per != "batch":
+            assert len(handle.submitted) == len(set(handle.submitted))
+        fed: dict = {}
+        for call in handle.fed:
+            for key, num_tokens in call:
+                assert fed.get(key, 0) <= num_tokens < max(1, min(self.length_of(*key), self.limit))
+                fed[key] = num_tokens
+        for call in handle.calls:
+            by_draw = {
+                draw: sum(key.draw_id == draw for key in call) for draw in {key.draw_id for key in call}
+            }
+            if self.call_per == "group":
+                assert list(by_draw.values()) == [self.group_size], "one group a call"
+            if self.call_per == "batch":
+                assert list(by_draw.values()) == [self.group_size] * self.batch_size, "one batch a call"
 
     @rule()
     def save_and_load(self):

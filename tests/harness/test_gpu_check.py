@@ -81,6 +81,8 @@ def test_every_runner_gives_the_same_prompts_the_same_lengths(
         steps = steps_of(runs[model, runner])
         assert Counter(length for step in steps for length in step.trained_lengths) == Counter(expected)
         assert [step.tokens_decoded for step in steps] == [sum(step.trained_lengths) for step in steps]
+    streamed = steps_of(runs[model, "both"])
+    assert sum(step.tokens_prefetched for step in streamed) > 0
     overcommitted = steps_of(runs[model, "overcommit"])
     trained = Counter(length for step in overcommitted for length in step.trained_lengths)
     drawn = [SMALL_LENGTHS.of_draw(draw_id) for draw_id in range(overcommitted[-1].drawn)]

@@ -82,7 +82,10 @@ def test_a_missing_runner_leaves_its_cells_absent(results: Path) -> None:
     del ladder.runners["trl"]
     _commit(results, "a", ladder)
     row = render_table(results).splitlines()[2]
-    assert "| n/a | 1.67 (1.67 to 1.67) | n/a | n/a | -1.00 (-4.37 to +2.37), overcommit less sequential |" in row
+    assert (
+        "| n/a | 1.67 (1.67 to 1.67) | n/a | n/a | -1.00 (-4.37 to +2.37), overcommit less sequential |"
+        in row
+    )
 
 
 def test_a_results_file_that_does_not_fit_is_named(results: Path) -> None:

@@ -103,12 +103,16 @@ def test_a_reward_model_of_another_vocabulary_reads_text_unless_ids_are_asked_fo
     assert made.reward_tokenizer is not None
     assert isinstance(made.reward_rendering(), TextRendering)
     assert made.critic_path == made.policy_path, "a critic reads the policy's ids"
-    with pytest.raises(ModelError, match="vocabularies differ in 58 tokens .*; set reward_input to 'text', or pass"):
+    with pytest.raises(
+        ModelError, match="vocabularies differ in 58 tokens .*; set reward_input to 'text', or pass"
+    ):
         workload(**names, reward_input="ids")
     same = workload(model=folders["policy"], reward=folders["reward"], dataset=prompt_file)
     assert same.reward_tokenizer is None
     assert isinstance(same.reward_rendering(), IdsRendering)
-    asked = workload(model=folders["policy"], reward=folders["reward"], dataset=prompt_file, reward_input="text")
+    asked = workload(
+        model=folders["policy"], reward=folders["reward"], dataset=prompt_file, reward_input="text"
+    )
     assert isinstance(asked.reward_rendering(), TextRendering)
 
 

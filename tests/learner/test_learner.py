@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 
 import pytest
 import torch
@@ -10,9 +11,9 @@ from tiny_models import tiny_causal_lm, tiny_classifier, tiny_tokenizer
 
 from oppo_kit.config import LearnerConfig
 from oppo_kit.errors import ConfigError, NonFiniteError
-from oppo_kit.learner.learner import AccelerateLearner
+from oppo_kit.learner.learner import AccelerateLearner, _Gap, _gap_metrics
 from oppo_kit.registry import create_algorithm
-from oppo_kit.types import Group, Prompt, Rollout, RolloutBatch, RolloutKey
+from oppo_kit.types import EFFECTIVE_SAMPLE, Group, Prompt, Rollout, RolloutBatch, RolloutKey
 
 
 def make_batch(num_groups: int = 6, *, score: float = 1.0) -> RolloutBatch:
@@ -184,3 +185,17 @@ def test_a_missing_critic_is_named() -> None:
     learner = AccelerateLearner(tiny_causal_lm(), None, config=LearnerConfig(), temperature=1.0, num_steps=1)
     with pytest.raises(ConfigError, match="needs a critic, but the learner has none; pass critic="):
         learner.compute_values(make_batch())
+
+
+def test_the_effective_sample_is_the_share_that_equal_weights_would_have() -> None:
+    logratios = torch.tensor([0.0, 0.0, 0.0, math.log(3.0)])
+    gaps = [
+        _Gap(logratios[:1], torch.tensor([True])),
+        _Gap(logratios[1:], torch.tensor([True, False, False])),
+    ]
+    metrics = _gap_metrics(gaps)
+    assert metrics[EFFECTIVE_SAMPLE] == pytest.approx(6**2 / (4 * (1 + 1 + 1 + 9)))
+    assert metrics["oppo/behaviour_gap_max"] == 0.0
+    large = _gap_metrics([_Gap(torch.tensor([500.0, 0.0, 0.0, 0.0]), torch.zeros(4, dtype=torch.bool))])
+    assert large == {EFFECTIVE_SAMPLE: pytest.approx(0.25)}
+    assert _gap_metrics([]) == {}

@@ -209,6 +209,7 @@ def build_fake_engine(
     score_of: Callable = lambda rollout: float(len(rollout.token_ids)),
     non_finite: frozenset[int] = frozenset(),
     limit: int = 50,
+    call_per: str = "response",
     listeners: Sequence = (),
     decode_s: float = 1.0,
     score_s: float = 0.0,
@@ -218,7 +219,7 @@ def build_fake_engine(
     return OverlapEngine(
         algorithm=FakeAlgorithm(group_size),
         generator=FakeGenerator(length_of, clock, decode_s),
-        scorers={"reward": FakeHandle("reward", score_of, clock, score_s)},
+        scorers={"reward": FakeHandle("reward", score_of, clock, score_s, call_per)},
         learner=FakeLearner(clock, train_s, non_finite),
         prompts=FakePrompts(limit),
         batch_size=batch_size,

@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 import torch
 
+from harness.cores import split_cores
 from harness.measurement import streaming, streaming_report
 from harness.measurement.streaming import (
     Bench,
     check_read_once,
     choose_threads,
     compare,
-    cores_of,
     main,
     measure,
     thread_counts,
@@ -239,11 +239,11 @@ def test_split_is_refused_without_two_cores(tmp_path, monkeypatch, capsys) -> No
     assert thread_counts() == [1]
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 3, 5})
     assert thread_counts() == [1, 2]
-    assert cores_of("split") == [0, 3]
+    assert split_cores("split") == (0, 3)
     monkeypatch.delattr(os, "sched_getaffinity")
     with pytest.raises(ConfigError, match="offers 0 to pin to"):
-        cores_of("split")
-    assert cores_of("shared") == []
+        split_cores("split")
+    assert split_cores("shared") is None
 
 
 def test_a_ratio_is_of_the_same_round() -> None:
@@ -276,6 +276,9 @@ def test_the_sentence_says_that_chunks_do_not_pay() -> None:
 
 def test_two_rounds_say_nothing() -> None:
     few = FASTER.model_copy(update={"rounds": FASTER.rounds[:2]})
+    slow = SLOWER.model_copy(update={"rounds": SLOWER.rounds[:2]})
+    assert not paired_ratio(few, "sample", "chunk 32").is_above
+    assert not paired_ratio(slow, "sample", "chunk 8").is_below
     assert (
         sentence([make_result(few)]) == "Nothing can be said. 1 cases of fewer than 3 rounds are not judged."
     )
