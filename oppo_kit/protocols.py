@@ -110,11 +110,14 @@ class ScorerHandle(Protocol):
     follows_weights: bool
     can_stream: bool
 
-    def submit(self, rollouts: Sequence[Rollout], *, is_awaited: bool = False) -> list[Future[Score | None]]:
+    def submit(self, rollouts: Sequence[Rollout]) -> list[Future[Score | None]]:
         """Start scoring ended rollouts, one future each; a failure is the futures' exception."""
 
     def feed(self, rollouts: Sequence[Rollout]) -> None:
         """Hand on unfinished rollouts; returns at once. One that is not read yet is replaced by a later one."""
+
+    def set_awaited(self, is_awaited: bool) -> None:
+        """Whether the engine waits for scores, so that a scorer may use the cores that it leaves."""
 
     def forget(self, keys: Sequence[RolloutKey] | None) -> None:
         """See ``StreamingScorer``; when it returns, a scorer in this process is not at work on them."""

@@ -55,23 +55,19 @@ class ScoringDesk:
         Raises:
             PartFailedError: a scorer raised, died or returned something that does not fit its rollouts.
         """
-        for name, handle in self._handles.items():
-            if handle.call_per == "batch":
-                self._submit_batch(name, groups)
-            elif handle.call_per == "group":
-                for group in groups:
-                    self._submit_together(name, group.rollouts, is_awaited=True)
-            else:
-                self._submit(name, [r for group in groups for r in group.rollouts], is_awaited=True)
-        rejections: dict[int, str] = {}
-        for group in groups:
-            for name in self._handles:
-                for rollout in group.rollouts:
-                    future = self._pending.pop((rollout.key, name), None)
-                    reason = None if future is None else self._store(name, rollout, future)
-                    if reason:
-                        rejections.setdefault(group.draw_id, reason)
-        return rejections
+        self._set_awaited(True)
+        try:
+            for name, handle in self._handles.items():
+                if handle.call_per == "batch":
+                    self._submit_batch(name, groups)
+                elif handle.call_per == "group":
+                    for group in groups:
+                        self._submit_together(name, group.rollouts)
+                else:
+                    self._submit(name, [r for group in groups for r in group.rollouts])
+            return self._store_all(groups)
+        finally:
+            self._set_awaited(False)
 
     def check(self) -> None:
         """Raise what went wrong in a part, without waiting for anything.
@@ -121,23 +117,38 @@ class ScoringDesk:
         for handle in self._handles.values():
             handle.close()
 
-    def _submit(self, name: str, rollouts: Sequence[Rollout], *, is_awaited: bool = False) -> None:
+    def _set_awaited(self, is_awaited: bool) -> None:
+        for handle in self._handles.values():
+            handle.set_awaited(is_awaited)
+
+    def _store_all(self, groups: Sequence[Group]) -> dict[int, str]:
+        rejections: dict[int, str] = {}
+        for group in groups:
+            for name in self._handles:
+                for rollout in group.rollouts:
+                    future = self._pending.pop((rollout.key, name), None)
+                    reason = None if future is None else self._store(name, rollout, future)
+                    if reason:
+                        rejections.setdefault(group.draw_id, reason)
+        return rejections
+
+    def _submit(self, name: str, rollouts: Sequence[Rollout]) -> None:
         """Those that are neither scored nor submitted."""
         todo = [r for r in rollouts if (r.key, name) not in self._pending and name not in r.scores]
         if todo:
-            futures = self._handles[name].submit(todo, is_awaited=is_awaited)
+            futures = self._handles[name].submit(todo)
             self._pending.update(
                 {(rollout.key, name): future for rollout, future in zip(todo, futures, strict=True)}
             )
 
-    def _submit_together(self, name: str, rollouts: Sequence[Rollout], *, is_awaited: bool = False) -> None:
+    def _submit_together(self, name: str, rollouts: Sequence[Rollout]) -> None:
         """All or none of them, since a score depends on the others; after a failure some are scored already."""
         if all(name in r.scores or (r.key, name) in self._pending for r in rollouts):
             return
         for rollout in rollouts:
             rollout.scores.pop(name, None)
             self._pending.pop((rollout.key, name), None)
-        self._submit(name, rollouts, is_awaited=is_awaited)
+        self._submit(name, rollouts)
 
     def _submit_batch(self, name: str, groups: Sequence[Group]) -> None:
         """Scores that were made beside other groups are void."""
@@ -147,7 +158,7 @@ class ScoringDesk:
             for rollout in rollouts:
                 rollout.scores.pop(name, None)
                 self._pending.pop((rollout.key, name), None)
-        self._submit_together(name, rollouts, is_awaited=True)
+        self._submit_together(name, rollouts)
         self._batches[name] = draws
 
     def _store(self, name: str, rollout: Rollout, future: Future[Score | None]) -> str | None:

@@ -92,9 +92,11 @@ class _Link:
             self._worker.feed(name, *rest)
         elif kind == "forget":
             self._worker.forget(name, *rest)
+        elif kind == "awaited":
+            self._worker.set_awaited(*rest)
         else:
-            ids, rollouts, is_awaited = rest
-            futures = self._worker.submit(name, rollouts, is_awaited=is_awaited)
+            ids, rollouts = rest
+            futures = self._worker.submit(name, rollouts)
             for index, future in zip(ids, futures, strict=True):
                 future.add_done_callback(lambda done, index=index: self._keep(index, done))
             if self._scores:  # done before the callback was there

@@ -32,12 +32,7 @@ class FunctionPlacement:
         self._spans: list[Span] = []
         self._futures: set[Future[Score | None]] = set()
 
-    def submit(
-        self,
-        rollouts: Sequence[Rollout],
-        *,
-        is_awaited: bool = False,  # noqa: ARG002
-    ) -> list[Future[Score | None]]:
+    def submit(self, rollouts: Sequence[Rollout]) -> list[Future[Score | None]]:
         """Queue ended rollouts."""
         futures: list[Future[Score | None]] = [Future() for _ in rollouts]
         with self._lock:
@@ -52,6 +47,9 @@ class FunctionPlacement:
 
     def feed(self, rollouts: Sequence[Rollout]) -> None:
         """Functions see whole responses only."""
+
+    def set_awaited(self, is_awaited: bool) -> None:
+        """Functions use what threads they like."""
 
     def forget(self, keys: Sequence[RolloutKey] | None) -> None:
         """Nothing is kept."""

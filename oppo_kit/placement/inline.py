@@ -24,12 +24,7 @@ class InlinePlacement:
         self._clock = clock or MonotonicClock()
         self._spans: list[Span] = []
 
-    def submit(
-        self,
-        rollouts: Sequence[Rollout],
-        *,
-        is_awaited: bool = False,  # noqa: ARG002
-    ) -> list[Future[Score | None]]:
+    def submit(self, rollouts: Sequence[Rollout]) -> list[Future[Score | None]]:
         """Score now; whatever the scorer raises becomes the futures' exception."""
         futures: list[Future[Score | None]] = [Future() for _ in rollouts]
         start_s, before = self._clock.now_s(), self._num_tokens_read
@@ -48,6 +43,9 @@ class InlinePlacement:
         except SystemExit as error:  # would end the training as if it were complete
             raise as_failure(self.name, error) from error
         self._record("feed", start_s, before)
+
+    def set_awaited(self, is_awaited: bool) -> None:
+        """Everything is done when a call returns."""
 
     def forget(self, keys: Sequence[RolloutKey] | None) -> None:
         """Drop what was fed of these, or of all."""

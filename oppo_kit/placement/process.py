@@ -101,9 +101,7 @@ class ScoringProcess:
                 f"the scoring process {self.pid} was not ready after {_START_S:.0f} s; is the machine out of memory?"
             )
 
-    def submit(
-        self, name: str, rollouts: Sequence[Rollout], *, is_awaited: bool
-    ) -> list[Future[Score | None]]:
+    def submit(self, name: str, rollouts: Sequence[Rollout]) -> list[Future[Score | None]]:
         """Send ended rollouts."""
         futures: list[Future[Score | None]] = [Future() for _ in rollouts]
         begin(futures)  # what was sent cannot be cancelled
@@ -114,7 +112,7 @@ class ScoringProcess:
                 raise closed_error(name)
             ids = [next(self._ids) for _ in futures]
             self._futures.update(zip(ids, futures, strict=True))
-        self.send(("submit", name, ids, [rollout.snapshot() for rollout in rollouts], is_awaited))
+        self.send(("submit", name, ids, [rollout.snapshot() for rollout in rollouts]))
         return futures
 
     def send(self, message: object) -> None:
@@ -222,13 +220,17 @@ class ProcessPlacement:
         self.can_stream = isinstance(scorer, StreamingScorer)
         self._process = process
 
-    def submit(self, rollouts: Sequence[Rollout], *, is_awaited: bool = False) -> list[Future[Score | None]]:
+    def submit(self, rollouts: Sequence[Rollout]) -> list[Future[Score | None]]:
         """Send ended rollouts."""
-        return self._process.submit(self.name, rollouts, is_awaited=is_awaited)
+        return self._process.submit(self.name, rollouts)
 
     def feed(self, rollouts: Sequence[Rollout]) -> None:
         """Send unfinished rollouts."""
         self._process.send(("feed", self.name, [rollout.snapshot() for rollout in rollouts]))
+
+    def set_awaited(self, is_awaited: bool) -> None:
+        """Tell the child that it may use the cores that the actor leaves, or not any more."""
+        self._process.send(("awaited", self.name, is_awaited))
 
     def forget(self, keys: Sequence[RolloutKey] | None) -> None:
         """Tell the child to drop what was fed."""

@@ -22,13 +22,17 @@ class ThreadPlacement:
         self.can_stream = isinstance(scorer, StreamingScorer)
         self._worker = worker or ScoringWorker({scorer.name: scorer}, lane=f"{scorer.name} thread")
 
-    def submit(self, rollouts: Sequence[Rollout], *, is_awaited: bool = False) -> list[Future[Score | None]]:
+    def submit(self, rollouts: Sequence[Rollout]) -> list[Future[Score | None]]:
         """Queue ended rollouts."""
-        return self._worker.submit(self.name, rollouts, is_awaited=is_awaited)
+        return self._worker.submit(self.name, rollouts)
 
     def feed(self, rollouts: Sequence[Rollout]) -> None:
         """Queue snapshots of unfinished rollouts."""
         self._worker.feed(self.name, [rollout.snapshot() for rollout in rollouts])
+
+    def set_awaited(self, is_awaited: bool) -> None:
+        """Use the cores that the actor leaves."""
+        self._worker.set_awaited(is_awaited)
 
     def forget(self, keys: Sequence[RolloutKey] | None) -> None:
         """Drop what was fed of these, or of all; waits for what runs."""

@@ -30,7 +30,6 @@ class _Submission:
     name: str
     rollouts: list[Rollout]
     futures: list[Future[Score | None]]
-    is_awaited: bool
 
 
 class ScoringWorker:
@@ -40,7 +39,7 @@ class ScoringWorker:
         scorers: by name; nobody else uses them.
         lane: of the spans.
         num_threads: CPU threads while the actor decodes; None: as the process has it.
-        num_threads_awaited: CPU threads for a submission that somebody waits for.
+        num_threads_awaited: CPU threads while somebody waits for scores.
         clock: monotonic seconds.
         on_work: called by the thread after each piece of work.
     """
@@ -64,6 +63,7 @@ class ScoringWorker:
         # Guards all below; the scorers are used by the thread while ``_is_busy``, else under the lock.
         self._changed = threading.Condition()
         self._is_busy = False
+        self._is_awaited = False
         self._is_closed = False
         self._num_forgetting = 0
         self._running: list[_Submission] = []
@@ -74,9 +74,7 @@ class ScoringWorker:
         self._thread = threading.Thread(target=self._run, name=f"oppo-{lane}", daemon=True)
         self._thread.start()
 
-    def submit(
-        self, name: str, rollouts: Sequence[Rollout], *, is_awaited: bool = False
-    ) -> list[Future[Score | None]]:
+    def submit(self, name: str, rollouts: Sequence[Rollout]) -> list[Future[Score | None]]:
         """Score ended rollouts; their tokens are not changed any more, so they are not copied."""
         futures: list[Future[Score | None]] = [Future() for _ in rollouts]
         with self._changed:
@@ -84,9 +82,14 @@ class ScoringWorker:
                 raise self._failure or closed_error(name)
             for rollout in rollouts:
                 self._feeds[name].pop(rollout.key, None)
-            self._submissions.append(_Submission(name, list(rollouts), futures, is_awaited))
+            self._submissions.append(_Submission(name, list(rollouts), futures))
             self._changed.notify_all()
         return futures
+
+    def set_awaited(self, is_awaited: bool) -> None:
+        """Whether the actor waits for scores, and leaves its cores, from the next piece of work on."""
+        with self._changed:
+            self._is_awaited = is_awaited
 
     def feed(self, name: str, snapshots: Sequence[Rollout]) -> None:
         """Prefill unfinished rollouts, as they were when the snapshots were made."""
@@ -144,8 +147,7 @@ class ScoringWorker:
         threads = None
         while (work := self._next()) is not None:
             name, submissions, feeds = work
-            is_awaited = any(submission.is_awaited for submission in submissions)
-            wanted = self._num_threads_awaited if is_awaited else self._num_threads
+            wanted = self._num_threads_awaited if self._is_awaited else self._num_threads
             if wanted is not None and wanted != threads:
                 torch.set_num_threads(wanted)  # of this thread only
                 threads = wanted

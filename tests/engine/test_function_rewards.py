@@ -159,8 +159,8 @@ def test_a_slow_row_holds_its_group_and_not_the_others(call_per: str, overlap: d
         return [float(draw_id) for draw_id in draw]
 
     class Watched(FunctionPlacement):
-        def submit(self, rollouts: Any, *, is_awaited: bool = False) -> list[Future[Any]]:
-            futures = super().submit(rollouts, is_awaited=is_awaited)
+        def submit(self, rollouts: Any) -> list[Future[Any]]:
+            futures = super().submit(rollouts)
             for rollout, future in zip(rollouts, futures, strict=True):
                 if rollout.key.draw_id != 0:
                     future.add_done_callback(lambda _: others.release())
@@ -199,21 +199,20 @@ def ended_group(draw_id: int) -> Group:
     return Group(prompt, [Rollout(key, prompt, [5], finish_reason="stop") for key in keys], 0)
 
 
-@pytest.mark.parametrize(
-    ("call_per", "second"),
-    [
-        ("response", [[(1, 1)]]),
-        ("group", [[(1, 0), (1, 1)]]),
-        ("batch", [[(0, 0), (0, 1), (1, 0), (1, 1)]]),
-    ],
-)
+@pytest.mark.parametrize("sample_index", [0, 1])
+@pytest.mark.parametrize("call_per", ["response", "group", "batch"])
 def test_after_a_failure_only_whole_groups_and_batches_are_asked_again(
-    call_per: str, second: list[Any]
+    call_per: str, sample_index: int
 ) -> None:
     is_broken = True
+    second = {
+        "response": [[(1, sample_index)]],
+        "group": [[(1, 0), (1, 1)]],
+        "batch": [[(0, 0), (0, 1), (1, 0), (1, 1)]],
+    }[call_per]
 
     def score_of(rollout: Rollout) -> float:
-        if is_broken and rollout.key == (1, 1):
+        if is_broken and rollout.key == (1, sample_index):
             raise ValueError("no network")
         return 1.0
 
@@ -240,3 +239,12 @@ def test_groups_that_come_back_without_their_scores_are_asked_again(call_per: st
         groups = [ended_group(0), ended_group(1)]
         assert desk.settle(groups) == {}
         assert all(rollout.scores == {"reward": 1.0} for group in groups for rollout in group.rollouts)
+
+
+def test_scores_that_were_made_beside_other_groups_are_void() -> None:
+    handle = FakeHandle("reward", lambda rollout: 1.0, call_per="batch")
+    desk = ScoringDesk({"reward": handle})  # type: ignore[dict-item]
+    groups = [ended_group(draw_id) for draw_id in range(3)]
+    for first, second in ((0, 1), (1, 2), (0, 2)):
+        assert desk.settle([groups[first], groups[second]]) == {}
+    assert [[key[0] for key in call] for call in handle.calls] == [[0, 0, 1, 1], [1, 1, 2, 2], [0, 0, 2, 2]]

@@ -11,6 +11,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import child_scorers
@@ -39,8 +40,8 @@ def placed(*scorers: Any, **options: Any) -> Handles:
     return place_in_process({scorer.name: scorer for scorer in scorers}, **options)
 
 
-def results(handle: ProcessPlacement, *rollouts: Rollout, is_awaited: bool = False) -> list[Score | None]:
-    return [future.result(WAIT_S) for future in handle.submit(rollouts, is_awaited=is_awaited)]
+def results(handle: ProcessPlacement, *rollouts: Rollout) -> list[Score | None]:
+    return [future.result(WAIT_S) for future in handle.submit(rollouts)]
 
 
 @pytest.fixture(scope="module")
@@ -165,7 +166,9 @@ def test_the_child_has_its_cores_and_its_threads_and_all_its_cores_while_somebod
 ) -> None:
     assert results(handles["cores"], ended(1)) == [[0.0]]
     assert results(handles["threads"], ended(1)) == [2.0]
-    assert results(handles["threads"], ended(2), is_awaited=True) == [1.0]
+    handles["threads"].set_awaited(True)
+    assert results(handles["threads"], ended(2)) == [1.0]
+    handles["threads"].set_awaited(False)
     assert results(handles["threads"], ended(3)) == [2.0]
     tasks = Path(f"/proc/{handles['cores']._process.pid}/task").iterdir()
     assert {tuple(os.sched_getaffinity(int(task.name))) for task in tasks} == {(0,)}
@@ -297,11 +300,20 @@ def test_a_child_killed_while_it_works_is_named_with_its_signal(tmp_path: Path) 
     assert_dead(handle, words)
 
 
-def test_a_child_killed_while_idle_is_named_by_whatever_is_sent_next() -> None:
+def test_a_child_killed_while_idle_is_named_by_whatever_is_sent_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also when the sender finds the pipe broken before the reader knows why: it waits for the reader."""
     handle = placed(Streaming())["streaming"]
-    pid = handle._process.pid
-    os.kill(pid, signal.SIGKILL)
-    words = rf"the scoring process {pid} was killed by signal 9 \(SIGKILL\)"
+    process = handle._process
+    wait, join, is_heard, may_know = process._process.wait, process._reader.join, Event(), Event()
+    process._process.wait = lambda timeout=None: (is_heard.set(), may_know.wait(WAIT_S), wait(timeout))[2]
+    os.kill(process.pid, signal.SIGKILL)
+    assert is_heard.wait(WAIT_S)
+    with monkeypatch.context() as patches:
+        patches.setattr(process_module, "_CLOSE_S", 0.01)
+        with pytest.raises(PartFailedError, match=rf"the scoring process {process.pid} cannot be reached: "):
+            handle.feed([ended(1)])
+    process._reader.join = lambda timeout=None: (may_know.set(), join(timeout))[1]
+    words = rf"the scoring process {process.pid} was killed by signal 9 \(SIGKILL\)"
     with pytest.raises(PartFailedError, match=words):
         results(handle, ended(1))
     assert_dead(handle, words)
@@ -406,7 +418,6 @@ from oppo_kit.placement.process import ProcessPlacement, ScoringProcess
 scorers = {"waiting": Waiting(Path(sys.argv[1])), "lengths": Lengths()}
 process = ScoringProcess(scorers)
 handles = {name: ProcessPlacement(scorer, process) for name, scorer in scorers.items()}
-print(process.pid, flush=True)
 """
 
 KILLED = """
@@ -424,6 +435,7 @@ handles["lengths"].submit([ended(1)])[0].result()
 
 INTERRUPTED = """
 try:
+    print(process.pid, flush=True)
     process._ready.wait()
     raise SystemExit("the interrupt came too late")
 except KeyboardInterrupt:
@@ -469,7 +481,8 @@ def test_an_interrupt_is_the_parents_and_the_child_says_nothing(tmp_path: Path) 
     assert parent.stdout is not None
     child_pid = int(parent.stdout.readline())
     os.killpg(parent.pid, signal.SIGINT)
-    assert parent.stdout.readline() == "ready\n"
+    line = parent.stdout.readline()
+    assert line == "ready\n", parent.communicate()
     os.kill(child_pid, signal.SIGINT)
     output, words = parent.communicate("go on\n", timeout=WAIT_S)
     assert (output, words, parent.returncode) == ("3.0\n", "", 0)

@@ -282,10 +282,10 @@ def test_a_thread_has_its_own_number_of_cpu_threads_and_the_callers_while_somebo
     try:
         torch.set_num_threads(3)
         handle = place_in_thread({"threads": Threads()}, num_threads=2)["threads"]
-        asked = [
-            handle.submit([ended(draw)], is_awaited=is_awaited)[0].result(WAIT_S)
-            for draw, is_awaited in enumerate((False, True, False))
-        ]
+        asked = []
+        for draw, is_awaited in enumerate((False, True, False)):
+            handle.set_awaited(is_awaited)
+            asked.append(handle.submit([ended(draw)])[0].result(WAIT_S))
         handle.close()
         assert asked == [2.0, 3.0, 2.0]
         assert torch.get_num_threads() == 3

@@ -114,7 +114,7 @@ class FakeHandle:
         self._clock = clock
         self._cost_s = cost_s
 
-    def submit(self, rollouts, *, is_awaited: bool = False) -> list[Future]:
+    def submit(self, rollouts) -> list[Future]:
         self.submitted += [rollout.key for rollout in rollouts]
         self.calls.append([rollout.key for rollout in rollouts])
         futures = []
@@ -131,6 +131,9 @@ class FakeHandle:
 
     def feed(self, rollouts) -> None:
         self.fed.append([(rollout.key, len(rollout.token_ids)) for rollout in rollouts])
+
+    def set_awaited(self, is_awaited: bool) -> None:
+        pass
 
     def forget(self, keys) -> None:
         self.forgotten.append(keys)
