@@ -410,7 +410,7 @@ def test_cores_that_the_container_does_not_give_are_refused(monkeypatch: pytest.
 # --- a parent that dies or is interrupted
 
 PARENT = """
-import os, sys
+import os, signal, sys
 from pathlib import Path
 from child_scorers import Lengths, Waiting, ended
 from oppo_kit.placement.process import ProcessPlacement, ScoringProcess
@@ -426,8 +426,7 @@ if os.fork() == 0:  # holds the parent's end of the pipe open, as a data loader'
     null = os.open(os.devnull, os.O_RDWR)
     for number in (0, 1, 2):
         os.dup2(null, number)
-    (Path(sys.argv[1]) / "end").read_text()
-    os._exit(0)
+    signal.pause()
 handles["waiting"].submit([ended(1)])
 handles["waiting"].forget(None)
 handles["lengths"].submit([ended(1)])[0].result()
@@ -465,14 +464,15 @@ def test_when_the_parent_is_killed_the_child_goes_in_the_middle_of_a_call(tmp_pa
     temporary = tmp_path / "temporary"
     temporary.mkdir()
     waiting_pipes(tmp_path)
-    os.mkfifo(tmp_path / "end")
     parent = start_parent(KILLED, tmp_path, temporary)
     assert (tmp_path / "begun").read_text() == "x"
     parent.kill()
-    _, words = parent.communicate(timeout=WAIT_S)
+    try:
+        _, words = parent.communicate(timeout=WAIT_S)
+    finally:
+        os.killpg(parent.pid, signal.SIGKILL)  # the one that was forked
     assert words == ""
     assert list(temporary.iterdir()) == []
-    (tmp_path / "end").write_text("x")
 
 
 def test_an_interrupt_is_the_parents_and_the_child_says_nothing(tmp_path: Path) -> None:
