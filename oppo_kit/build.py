@@ -122,6 +122,7 @@ def _make_generator(
         carried_cache=config.overlap.carried_cache,
         has_prefix_logprobs=has_prefix_logprobs,
         batch_invariant=sampling.batch_invariant,
+        num_threads=config.overlap.decode_threads,
     )
 
 

@@ -62,6 +62,11 @@ class OverlapConfig(_Frozen):
     scorer_threads: int = Field(
         default=1, ge=1, description="CPU threads of a scoring process while the actor decodes"
     )
+    decode_threads: int | None = Field(
+        default=None,
+        ge=1,
+        description="CPU threads of decoding, so that scorers beside it have the other cores; null: all, as training",
+    )
     scorer_cores: tuple[int, ...] | None = Field(
         default=None, min_length=1, description="CPU cores that a scoring process is pinned to; null: all"
     )

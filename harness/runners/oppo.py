@@ -33,17 +33,22 @@ RUNGS: dict[str, dict[str, Any]] = {
 
 
 def overlap_of(spec: RunSpec) -> OverlapConfig:
-    """The settings of a rung. Scorers that overlap leave the actor's thread, to a process on a CPU.
+    """The settings of a rung. Scorers that overlap leave the actor's thread, to a process on a CPU, and decoding leaves
+    them as many cores as they have threads; training has all.
 
     Where cores are split they have one of their own in every rung, the one without overlap included.
     """
     own = spec.train.overlap
     changes: dict[str, Any] = {"score_at": "auto" if own.score_at == "batch" else own.score_at}
     changes |= RUNGS[spec.runner]
+    on_cpu = not torch.cuda.is_available()
     if changes["score_at"] == "batch":
         changes |= {"placement": "inline", "scorer_cores": None, "stream_critic": False}
-    elif own.placement == "inline":
-        changes["placement"] = "thread" if torch.cuda.is_available() else "process"
+    else:
+        if own.placement == "inline":
+            changes["placement"] = "process" if on_cpu else "thread"
+        if own.decode_threads is None and on_cpu:
+            changes["decode_threads"] = max(1, spec.num_threads - own.scorer_threads)
     if changes["score_at"] == "sample":
         changes["stream_critic"] = False
     if spec.cores is not None:

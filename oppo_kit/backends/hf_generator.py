@@ -60,6 +60,7 @@ class HFGenerator:
             prefill computes but for the output head.
         batch_invariant: a response's tokens and log-probs are equal to the bit whatever is decoded beside it, in
             chunks of whatever size; float32 on a CPU with one thread, slower.
+        num_threads: CPU threads of ``decode``; None: those that torch has.
         ticks_per_read: decoded tokens per row between two looks at the device; None: 1 on a CPU, 8 elsewhere.
 
     Raises:
@@ -78,6 +79,7 @@ class HFGenerator:
         carried_cache: Literal["recompute", "keep"] = "recompute",
         has_prefix_logprobs: bool = False,
         batch_invariant: bool = False,
+        num_threads: int | None = None,
         ticks_per_read: int | None = None,
     ) -> None:
         self._source = policy
@@ -99,6 +101,7 @@ class HFGenerator:
         self._carried_cache = carried_cache
         self._has_prefix_logprobs = has_prefix_logprobs
         self._is_invariant = batch_invariant
+        self._num_threads = num_threads
         on_cpu = self._device.type == "cpu"
         self._ticks_per_read = ticks_per_read or (1 if on_cpu else _TICKS_PER_READ)
         fuse_norms(model)
@@ -163,7 +166,6 @@ class HFGenerator:
         self._version = version
         self._is_stale = self._carried_cache == "recompute"
 
-    @torch.inference_mode()
     def decode(self, max_tokens: int) -> list[TokenChunk]:
         """Advance every live response by up to ``max_tokens`` tokens.
 
@@ -171,10 +173,21 @@ class HFGenerator:
             NonFiniteError: a row's logits are NaN or infinite; names the draws.
             ConfigError: ``batch_invariant`` with more than one thread.
         """
+        before = torch.get_num_threads()
+        if self._num_threads in (None, before):
+            return self._decode(max_tokens)
+        torch.set_num_threads(self._num_threads)
+        try:
+            return self._decode(max_tokens)
+        finally:
+            torch.set_num_threads(before)
+
+    @torch.inference_mode()
+    def _decode(self, max_tokens: int) -> list[TokenChunk]:
         if self._is_invariant and torch.get_num_threads() > 1:
             raise ConfigError(
                 f"batch_invariant holds with one thread, and torch uses {torch.get_num_threads()}: with more, "
-                "attention gives a row other bits beside other rows; call torch.set_num_threads(1), or switch it off"
+                "attention gives a row other bits beside other rows; set overlap.decode_threads to 1, or switch it off"
             )
         if self._is_stale:
             self._waiting = self._rows + self._waiting

@@ -176,3 +176,26 @@ def test_a_model_that_does_not_take_the_inputs_is_refused_with_what_it_said() ->
         ModelError, match="in a batch of unequal rows: ValueError: no masks of four dimensions here; use a"
     ):
         HFGenerator(model, temperature=1.0, stop_token_ids=[], seed=0)
+
+
+def test_decoding_has_its_own_number_of_threads_and_leaves_the_callers_as_it_was() -> None:
+    seen = []
+
+    class Watched(HFGenerator):
+        def _decode(self, max_tokens: int):
+            seen.append(torch.get_num_threads())
+            if max_tokens == 99:
+                raise RuntimeError("stop")
+            return super()._decode(max_tokens)
+
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(2)
+        generator = Watched(tiny_causal_lm(), temperature=1.0, stop_token_ids=(2,), seed=0, num_threads=1)
+        generator.decode(4)
+        with pytest.raises(RuntimeError, match="stop"):
+            generator.decode(99)
+        assert torch.get_num_threads() == 2
+        assert set(seen) == {1}
+    finally:
+        torch.set_num_threads(before)
