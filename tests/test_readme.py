@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 import subprocess
@@ -12,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from harness.schema import load_result
 from oppo_kit.installation import main
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -96,7 +98,7 @@ def test_the_train_commands_run_and_resume(tmp_path, monkeypatch, capsys) -> Non
         '{"question": "1+1=", "answer": "2"}\n{"question": "2+3=", "answer": "5"}\n'
     )
     lines = commands("oppo-kit train")
-    assert len(lines) == 3
+    assert len(lines) == 4
     for line in lines:
         small = ["--steps", "2", "--batch-size", "4", "--set", "sampling.response_length=16"]
         arguments = line[1:] if "--resume" in line else [*line[1:], *small]
@@ -108,6 +110,46 @@ def test_the_train_commands_run_and_resume(tmp_path, monkeypatch, capsys) -> Non
 def test_the_doctor_command_runs(monkeypatch, capsys) -> None:
     [line] = commands("oppo-kit doctor")
     assert run(monkeypatch, capsys, line[1:])[0] == 0
+
+
+def test_the_ladder_commands_run(tmp_path, monkeypatch, capsys) -> None:
+    """With fewer runners, each of which starts a process or two; the last option of a name counts."""
+    monkeypatch.chdir(tmp_path)
+    lines = [line for line in commands("oppo-kit bench") if "--runners" in line]
+    assert len(lines) == 2
+    small = [
+        "--steps",
+        "2",
+        "--batch-size",
+        "4",
+        "--pairs",
+        "1",
+        "--warmup",
+        "0",
+        "--evaluations",
+        "1",
+        "--eval-problems",
+        "4",
+        "--threads",
+        "1",
+        "--set",
+        "sampling.response_length=16",
+        "--set",
+        "overlap.delta=2",
+        "--set",
+        "overlap.chunk_tokens=8",
+    ]
+    for line, runners in zip(lines, ("sequential,chunk", "both"), strict=True):
+        if "split" in line and (os.cpu_count() or 1) < 2:
+            continue
+        out = tmp_path / runners
+        code, error = run(monkeypatch, capsys, [*line[1:], *small, "--runners", runners, "--out", str(out)])
+        assert code == 0, (line, error)
+        result = load_result(out)
+        assert list(result.runners) == runners.split(",")
+        assert result.workload.placement == ("split" if "split" in line else "shared")
+        [run_] = result.runners[runners.split(",")[-1]].runs
+        assert sum(step.tokens_prefetched + step.tokens_scored for step in run_.steps) > 0
 
 
 def test_the_large_benchmark_is_refused_offline_with_what_to_do(tmp_path, monkeypatch, capsys) -> None:

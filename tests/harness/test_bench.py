@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
+import torch
 from results_factory import make_ladder
 from rich.console import Console
 from rich.progress import Progress
 
 from harness import bench
 from harness.measurement.bound import StageCosts, best_of, bound_of
+from harness.runners.base import RunSpec
+from harness.runners.oppo import RUNGS, overlap_of
 from harness.schema import load_result
 from harness.settings import load_train_config
 from oppo_kit.errors import ConfigError, PartFailedError, UnknownNameError
@@ -117,6 +121,12 @@ def test_what_was_measured_before_a_failure_is_kept(tmp_path, recorded, monkeypa
             "unknown runner 'overcomit'; did you mean 'overcommit'",
         ),
         ({"runners": []}, ConfigError, "no runner was named; choose from trl, sequential, sample, chunk"),
+        (
+            {"placement": "split", "runners": ["trl"]},
+            ConfigError,
+            "runner 'trl' cannot split actor and scorers; leave it out, or use placement 'shared'",
+        ),
+        ({"placement": "split", "num_threads": 2}, ConfigError, "gives the actor one core, so not 2 threads"),
         ({"num_warmup_steps": 4}, ConfigError, "num_steps=4 leaves nothing to measure after 4 warm-up steps"),
     ],
 )
@@ -150,6 +160,58 @@ def test_the_bound_is_tokens_times_the_best_cost() -> None:
     bound = bound_of(costs, {"sequential": runner}, num_warmup_steps=1)
     assert bound.step_s["sequential"] == pytest.approx(100 * 0.001 + 50 * (0.002 + 0.004))
     assert bound.share_reached["sequential"] == pytest.approx(0.4 / 0.8)
+    split = bound_of(costs, {"sequential": runner}, num_warmup_steps=1, placement="split")
+    assert split.step_s["sequential"] == pytest.approx(100 * 0.001 + 50 * 0.004), (
+        "the actor is the slower part"
+    )
+    costs.score_s_per_token = 0.02
+    split = bound_of(costs, {"sequential": runner}, num_warmup_steps=1, placement="split")
+    assert split.step_s["sequential"] == pytest.approx(50 * 0.02), "the scorers are"
+
+
+def test_runners_are_named_by_themselves_or_by_placement_or_as_the_ladder() -> None:
+    assert bench.runner_names(None, "shared") == ["trl", "sequential", "both"]
+    assert bench.runner_names("trl,both", "split") == ["trl", "both"]
+    ladder = ["sequential", "sample", "chunk", "chunk_auto", "overcommit", "both"]
+    assert bench.runner_names("ladder", "split") == ladder
+    assert bench.runner_names("ladder", "shared") == ["trl", *ladder]
+    assert set(RUNGS) == set(ladder)
+    with pytest.raises(UnknownNameError, match="unknown placement 'spilt'; did you mean 'split'"):
+        bench.parse_placement("spilt")
+
+
+@pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="one core cannot be split")
+def test_split_runs_have_one_thread_and_a_core_each(tmp_path, recorded) -> None:
+    plan = make_plan(tmp_path, placement="split", num_threads=None, runners=["sequential", "both"])
+    result = bench.run_bench(plan, Console(quiet=True))
+    assert result.workload.placement == "split"
+    assert {num_threads for _, _, num_threads, _ in recorded} == {1}
+    assert result.runners["both"].calibration_step_s == {}
+    actor, scorers = bench._spec(plan, "both", 0, 1).cores
+    assert actor != scorers
+
+
+def test_a_rung_changes_only_what_it_is_about() -> None:
+    train = load_train_config(overrides=["overlap.chunk_tokens=16", "overlap.max_age=3"])
+
+    def overlap(runner: str, *, cores=None, num_threads: int = 2):
+        return overlap_of(RunSpec(runner=runner, seed=0, num_threads=num_threads, train=train, cores=cores))
+
+    rungs = {runner: overlap(runner) for runner in RUNGS}
+    assert {rung.chunk_tokens for rung in rungs.values()} == {16}
+    assert [rung.score_at for rung in rungs.values()] == ["batch", "sample", "chunk", "auto", "batch", "auto"]
+    assert [rung.delta for rung in rungs.values()] == [0, 0, 0, 0, 16, 16]
+    assert rungs["sequential"].placement == rungs["overcommit"].placement == "inline"
+    assert rungs["sequential"].decode_threads is rungs["overcommit"].decode_threads is None
+    if not torch.cuda.is_available():
+        assert rungs["both"].placement == "process"
+        assert rungs["both"].decode_threads == 1
+        assert overlap("both", num_threads=1).decode_threads == 1
+    split = overlap("sequential", cores=(0, 1), num_threads=1)
+    assert (split.placement, split.scorer_cores, split.score_at) == ("process", (1,), "batch")
+    train = load_train_config(overrides=["overlap.score_at=chunk", "overlap.placement=thread"])
+    assert (overlap("both").score_at, overlap("both").placement) == ("chunk", "thread")
+    assert overlap("sequential").placement == "inline"
 
 
 def test_a_reward_that_is_an_object_is_named_as_it_was_given(tmp_path, recorded, monkeypatch) -> None:

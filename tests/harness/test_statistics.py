@@ -291,3 +291,30 @@ def test_derived_fields_are_computed_anew_and_the_input_is_left_alone() -> None:
     assert filled.bound.share_reached == {"trl": pytest.approx(0.5)}
     assert (ladder.ratios, ladder.time_to_reward_s) == ({}, {"stale": 1.0})
     assert Result.model_validate_json(filled.model_dump_json()) == filled
+
+
+def test_every_rung_is_compared_with_the_baselines_and_with_its_neighbour() -> None:
+    ladder = make_ladder()
+    ladder.runners["both"] = ladder.runners["overcommit"].model_copy(update={"name": "both"})
+    ladder.runners["sample"] = ladder.runners["sequential"].model_copy(update={"name": "sample"})
+    assert set(ratios(ladder)) == {
+        *(f"trl/{name}" for name in ("sequential", "sample", "overcommit", "both")),
+        *(f"sequential/{name}" for name in ("sample", "overcommit", "both")),
+        "sample/overcommit",
+        "overcommit/both",
+    }
+
+
+def test_what_scorers_did_is_summed_up_over_the_measured_steps() -> None:
+    ladder = make_ladder()
+    for run in ladder.runners["overcommit"].runs:
+        for index, step in enumerate(run.steps):
+            step.score_busy_s = 0.5 * step.step_s
+            step.tokens_prefetched, step.tokens_scored = 30, 10
+            step.score_at, step.chunk_tokens = ("chunk", 32) if index >= 10 else ("batch", 0)
+    summary = summarise_runner(ladder, "overcommit")
+    assert summary.score_busy_frac == pytest.approx(0.5)
+    assert summary.prefetched_frac == pytest.approx(0.75)
+    num_runs = len(ladder.runners["overcommit"].runs)
+    assert summary.score_plans == f"batch × {8 * num_runs}, chunk 32 × {2 * num_runs}"
+    assert summarise_runner(ladder, "trl").prefetched_frac is None
