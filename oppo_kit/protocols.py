@@ -55,20 +55,13 @@ class PromptSource(Protocol):
 
 
 class Generator(Protocol):
-    """Samples tokens for the live rollouts.
-
-    Noise depends on (seed, draw id, sample index, position) only: neither order, batch nor time may change
-    which token is sampled beyond rounding.
-    """
+    """Samples tokens; the noise is a function of (seed, draw id, sample index, position), whatever else is live."""
 
     def admit(self, rollouts: Sequence[Rollout]) -> None:
         """Take rollouts to decode; tokens that they already have are context and are not sampled again."""
 
     def decode(self, max_tokens: int) -> list[TokenChunk]:
-        """Advance every live rollout by up to ``max_tokens`` ticks; an ended one leaves by itself.
-
-        Returns one chunk per rollout that was live, in no particular order.
-        """
+        """Advance every live rollout by up to ``max_tokens`` ticks: a chunk each, in any order; ended ones leave."""
 
     def evict(self, keys: Sequence[RolloutKey]) -> None:
         """Forget live rollouts; the unknown are ignored."""
@@ -158,11 +151,7 @@ class Algorithm(Protocol):
         """Advantages, returns, pairs: all that needs the whole batch, without gradient."""
 
     def loss(self, micro_batch: MicroBatch, outputs: PolicyOutputs) -> tuple[Tensor, dict[str, Tensor]]:
-        """This micro-batch's addend of the step's loss, and addends of metrics.
-
-        Both are sums over rows or tokens divided by the step's totals, so that adding them up over
-        micro-batches gives the same number for every split.
-        """
+        """Addends of the step's loss and of metrics: sums over rows or tokens divided by the step's totals."""
 
     # Hooks: after every decode call; when a group has ended; when B groups are scored; after the update.
     on_chunk: Callable[[Sequence[TokenChunk]], None]
@@ -182,11 +171,7 @@ class Learner(Protocol):
         """[R, T] critic values under the weights about to be updated, zero past a row's end."""
 
     def update(self, batch: TrainBatch, algorithm: Algorithm) -> dict[str, float]:
-        """All epochs and mini-batches of one engine step; returns metrics.
-
-        Raises:
-            NonFiniteError: the loss or the gradient is not finite before any weight has changed.
-        """
+        """All epochs and mini-batches of a step; NonFiniteError if loss or gradient is bad before a weight changed."""
 
     def state_dict(self) -> State:
         """Weights, optimizer, schedule: all that ``update`` changes."""
