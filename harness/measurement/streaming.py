@@ -85,7 +85,7 @@ def measure(
         model: policy.
         placement: of actor and scorer.
         num_rounds: by reward model and schedule.
-        num_steps: with overcommit.
+        num_steps: with overcommit; 1: without it only, since it shows from the second step on.
         command: to be written down.
         batch_size: B; None: the task's.
         response_length: token limit; None: the task's.
@@ -97,10 +97,10 @@ def measure(
     """
     limits = [] if response_length is None else [f"sampling.response_length={response_length}"]
     train = load_train_config(options={"model": model, "batch_size": batch_size}, overrides=limits)
-    if num_rounds < 1 or num_steps < 2 or train.batch_size < 2:
+    if num_rounds < 1 or num_steps < 1 or train.batch_size < 2 or not all(cost > 0 for cost in reward_costs):
         raise ConfigError(
-            f"rounds={num_rounds}, steps={num_steps}, batch_size={train.batch_size}: at least 1, 2 and 2 are needed, "
-            "since overcommit shows from the second step on, with Δ = B/2"
+            f"rounds={num_rounds}, steps={num_steps}, batch_size={train.batch_size}, costs={list(reward_costs)}: at "
+            "least 1, 1 and 2 are needed, and costs above 0"
         )
     cores = split_cores(placement)
     environment = describe_environment()
@@ -116,7 +116,9 @@ def measure(
         )
         generator = FixedWeights(sampler)
         counts = [1] if cores else thread_counts()
-        schedules = ((0, 1), (train.batch_size // 2, num_steps))
+        schedules = [(0, 1)]
+        if num_steps > 1:
+            schedules.append((train.batch_size // 2, num_steps))
         for cost in reward_costs:
             reward = choose_layers(cost, policy)
             with _scoring_process(
@@ -148,7 +150,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--model", choices=MODELS, default="tiny")
     parser.add_argument("--placement", choices=("shared", "split"), default="shared")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--steps", type=int, default=4, help="with overcommit")
+    parser.add_argument("--steps", type=int, default=4, help="with overcommit; 1: without it only")
+    parser.add_argument(
+        "--costs", type=float, nargs="+", default=REWARD_COSTS, help="of the reward model, by the policy's"
+    )
     parser.add_argument("--batch-size", type=int)
     parser.add_argument("--response-length", type=int)
     parser.add_argument("--out", type=Path, required=True)
@@ -160,6 +165,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--steps": options.steps,
         "--batch-size": options.batch_size,
         "--response-length": options.response_length,
+        "--costs": " ".join(f"{cost:g}" for cost in options.costs),
     }
     words = [f"{name} {value}" for name, value in given.items() if value is not None]
 
@@ -172,6 +178,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             command=" ".join(["python -m harness.measurement.streaming", *words]),
             batch_size=options.batch_size,
             response_length=options.response_length,
+            reward_costs=options.costs,
         )
         write_figure([result], options.out)
         return result

@@ -226,9 +226,11 @@ def test_tokens_that_are_read_twice_end_the_measurement() -> None:
         check_read_once(make_run("chunk 8", 1.0, early=60), 97)
 
 
-@pytest.mark.parametrize("bad", [{"num_rounds": 0}, {"num_steps": 1}, {"batch_size": 1}])
+@pytest.mark.parametrize(
+    "bad", [{"num_rounds": 0}, {"num_steps": 0}, {"batch_size": 1}, {"reward_costs": [1.0, 0.0]}]
+)
 def test_too_little_to_measure_is_refused(bad: dict[str, int]) -> None:
-    with pytest.raises(ConfigError, match="at least 1, 2 and 2 are needed"):
+    with pytest.raises(ConfigError, match="least 1, 1 and 2 are needed, and costs above 0"):
         measure("tiny", "shared", command="x", **{**SMALL, **bad})
 
 
