@@ -14,7 +14,6 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from statistics import median
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -221,8 +220,11 @@ def _calibrate(plan: BenchPlan, runner: str, progress: Progress) -> dict[str, li
 
 
 def _fastest(calibration: dict[str, list[float]]) -> int:
-    """The thread count with the smallest median; without samples the only one."""
-    return int(min(calibration, key=lambda count: median(calibration[count] or [0.0])))
+    """The thread count with the shortest step; without samples the only one.
+
+    The steps are the same ones for every count, and so few that a median would follow whatever disturbed one of them.
+    """
+    return int(min(calibration, key=lambda count: min(calibration[count], default=0.0)))
 
 
 def _run(plan: BenchPlan, name: str, pair: int, num_threads: int, progress: Progress) -> Run:

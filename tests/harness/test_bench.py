@@ -143,6 +143,7 @@ def test_a_single_core_needs_no_calibration(monkeypatch, tmp_path) -> None:
     assert bench._calibrate(make_plan(tmp_path), "trl", Progress()) == {"1": []}
     assert bench._fastest({"1": []}) == 1
     assert bench._fastest({"1": [2.0, 9.0, 2.1], "2": [3.0, 3.0, 3.0]}) == 1
+    assert bench._fastest({"1": [2.2, 3.1], "2": [2.1, 7.5]}) == 2, "something disturbed one step"
 
 
 def test_the_bound_is_tokens_times_the_best_cost() -> None:
