@@ -25,6 +25,7 @@ from harness.measurement.bound import StageCosts, best_of, bound_of
 from harness.processes import run_in_process
 from harness.report import write_report
 from harness.runners.base import RunSpec
+from harness.runners.oppo import overlap_of
 from harness.schema import Environment, Result, Run, Runner, Workload
 from harness.statistics import fill_derived
 from harness.workloads.loading import Workload as LoadedWorkload
@@ -97,7 +98,9 @@ def run_bench(plan: BenchPlan, console: Console) -> Result:
     """
     _check_plan(plan)
     environment = describe_environment()
-    workload = _describe_workload(plan)
+    loaded = load_workload(plan.train, num_eval_problems=plan.num_eval_problems)
+    _check_rungs(plan, loaded)
+    workload = _describe_workload(plan, loaded)
     make_folder(plan.folder)
     runners: dict[str, Runner] = {}
     with _progress(console) as progress:
@@ -149,9 +152,20 @@ def _check_plan(plan: BenchPlan) -> None:
         )
 
 
-def _describe_workload(plan: BenchPlan) -> Workload:
+def _check_rungs(plan: BenchPlan, loaded: LoadedWorkload) -> None:
+    """Every rung's settings, before any of them has run for minutes."""
+    if plan.placement == "split" and loaded.reward_path is None:
+        raise ConfigError(
+            "placement 'split' gives scorers a core of their own, and reward functions run in the actor's process; "
+            "use a reward model, or placement 'shared'"
+        )
+    for name in plan.runners:
+        if name != "trl":
+            overlap_of(_spec(plan, name, 0, 1))
+
+
+def _describe_workload(plan: BenchPlan, loaded: LoadedWorkload) -> Workload:
     train = plan.train
-    loaded = load_workload(train, num_eval_problems=plan.num_eval_problems)
     held_out = json.dumps([list(prompt.token_ids) for prompt in loaded.eval_prompts])
     needs_critic = load_algorithm_class(train.algo).needs_critic
     return Workload(

@@ -235,8 +235,11 @@ def _bound_text(result: Result) -> str:
     bound = result.bound
     if bound is None:
         return "No lower bound was measured."
+    over_stages = "summed over stages that take turns, as without overlap"
+    if result.workload.placement == "split":
+        over_stages = "of the slower of actor (decoding and training) and scorers"
     return (
-        "The lower bound is tokens times the best separately measured cost per token, summed over stages. "
+        f"The lower bound is tokens times the best separately measured cost per token, {over_stages}. "
         f"Per token: decode {format_seconds(bound.decode_s_per_token)}, score "
         f"{format_seconds(bound.score_s_per_token)}, train {format_seconds(bound.train_s_per_token)}."
     )

@@ -95,17 +95,23 @@ def build_engine(
     generator = _make_generator(
         config, learner.policy, tokenizer, has_prefix_logprobs=algorithm.needs_proximal
     )
-    return OverlapEngine(
-        algorithm=algorithm,
-        generator=generator,
-        scorers=_make_scorers(config, algorithm, learner, reward, reference, rendering),
-        learner=learner,
-        prompts=prompts,
-        batch_size=config.batch_size,
-        num_steps=config.num_steps,
-        overlap=config.overlap,
-        listeners=listeners,
-    )
+    scorers = _make_scorers(config, algorithm, learner, reward, reference, rendering)
+    try:
+        return OverlapEngine(
+            algorithm=algorithm,
+            generator=generator,
+            scorers=scorers,
+            learner=learner,
+            prompts=prompts,
+            batch_size=config.batch_size,
+            num_steps=config.num_steps,
+            overlap=config.overlap,
+            listeners=listeners,
+        )
+    except BaseException:
+        for handle in scorers.values():
+            handle.close()
+        raise
 
 
 def _make_generator(
@@ -122,7 +128,7 @@ def _make_generator(
         carried_cache=config.overlap.carried_cache,
         has_prefix_logprobs=has_prefix_logprobs,
         batch_invariant=sampling.batch_invariant,
-        num_threads=config.overlap.decode_threads,
+        num_threads_shared=config.overlap.decode_threads,
     )
 
 
@@ -137,33 +143,44 @@ def _make_scorers(
     """Those that the algorithm needs, each where the settings place it."""
     overlap, device = config.overlap, learner.accelerator.device
     models: dict[str, HFRewardScorer | HFReferenceScorer] = {}
-    handles: dict[str, ScorerHandle] = {}
-    if "reward" in algorithm.scorers:
-        if isinstance(reward, nn.Module):
-            models["reward"] = HFRewardScorer(_moved(reward, overlap, device), rendering=rendering)
-        elif isinstance(reward, FunctionScorer):
-            handles["reward"] = FunctionPlacement(reward)
-        else:
-            handles["reward"] = ThreadPlacement(reward)
+    if "reward" in algorithm.scorers and isinstance(reward, nn.Module):
+        models["reward"] = HFRewardScorer(_moved(reward, overlap, device), rendering=rendering)
     if "reference" in algorithm.scorers:
         models["reference"] = HFReferenceScorer(
             _moved(reference, overlap, device), temperature=config.sampling.temperature
         )
-    is_streamed = overlap.score_at in ("chunk", "auto")
-    if is_streamed:
-        for scorer in models.values():
-            scorer.probe_streaming()
-    handles |= _place(models, overlap)
-    if is_streamed and overlap.stream_critic and learner.critic is not None:
+    critic = None
+    if overlap.stream_critic:
+        if learner.critic is None:
+            raise ConfigError(
+                f"stream_critic is set, and {algorithm.name!r} has no critic; leave it at its default, false"
+            )
         critic = HFCriticScorer(learner.critic)
-        critic.probe_streaming()
-        handles["critic"] = (
-            InlinePlacement(critic) if overlap.placement == "inline" else ThreadPlacement(critic)
+    if overlap.score_at in ("chunk", "auto"):
+        streamed = [*models.values(), *([critic] if critic else [])]
+        if not streamed:
+            raise ConfigError(
+                f"score_at {overlap.score_at!r} has nobody to stream to, since reward functions see whole responses; "
+                "set overlap.score_at to 'sample'"
+            )
+        for scorer in streamed:
+            scorer.probe_streaming()
+    handles = dict(_place(models, overlap, device))
+    if "reward" in algorithm.scorers and not isinstance(reward, nn.Module):
+        is_functions = isinstance(reward, FunctionScorer)
+        handles["reward"] = (
+            FunctionPlacement(reward, num_workers=config.reward_threads)
+            if is_functions
+            else ThreadPlacement(reward)
         )
+    if critic is not None:
+        handles |= _place({"critic": critic}, overlap, device)
     return handles
 
 
-def _place(models: Mapping[str, Scorer], overlap: OverlapConfig) -> Mapping[str, ScorerHandle]:
+def _place(
+    models: Mapping[str, Scorer], overlap: OverlapConfig, device: torch.device
+) -> Mapping[str, ScorerHandle]:
     if overlap.placement == "inline" or not models:
         return {name: InlinePlacement(scorer) for name, scorer in models.items()}
     if overlap.placement == "thread":
@@ -172,15 +189,21 @@ def _place(models: Mapping[str, Scorer], overlap: OverlapConfig) -> Mapping[str,
         models,
         num_threads=overlap.scorer_threads,
         cores=overlap.scorer_cores,
-        device=overlap.scorer_device,
+        device=overlap.scorer_device or str(device),
     )
 
 
 def _moved(model: nn.Module, overlap: OverlapConfig, device: torch.device) -> nn.Module:
     """On the scorers' device; a process moves its own copy."""
-    if overlap.scorer_device is None:
-        return model.to(device)
-    return model if overlap.placement == "process" else model.to(overlap.scorer_device)
+    if overlap.placement == "process":
+        return model
+    try:
+        return model.to(overlap.scorer_device or device)
+    except (RuntimeError, AssertionError) as error:
+        raise ConfigError(
+            f"scorer_device {overlap.scorer_device!r} cannot be used: {str(error).splitlines()[0]}; "
+            "name one that this machine has, such as cpu or cuda:1, or null for the policy's"
+        ) from error
 
 
 def _rendering(
@@ -232,8 +255,11 @@ def _truncation(sampling: SamplingConfig) -> Truncation | None:
 
 
 def frozen_reference(config: TrainConfig, policy: nn.Module) -> nn.Module:
-    """A copy of the policy before training; for LoRA a second module over the same tensors, which never change."""
-    if config.actor_lora is None:
+    """A copy of the policy before training; for LoRA a second module over the same tensors, which never change.
+
+    Not where it goes to another device, since the policy's tensors would go with it.
+    """
+    if config.actor_lora is None or config.overlap.scorer_device is not None:
         return copy.deepcopy(policy)
     shared = {id(tensor): tensor for tensor in (*policy.parameters(), *policy.buffers())}
     return copy.deepcopy(policy, shared)

@@ -44,7 +44,9 @@ class OverlapConfig(_Frozen):
         "whichever is measured to be fastest; chunk and auto need a placement other than inline to gain anything",
     )
     chunk_tokens: int = Field(
-        default=32, ge=1, description="tokens of a response between two feeds to the scorers; 8 to 512"
+        default=32,
+        ge=1,
+        description="tokens of a response between two feeds to the scorers, rounded up to whole decode calls; 8 to 512",
     )
     chunk_candidates: tuple[int, ...] = Field(
         default=(32, 128),
@@ -60,12 +62,14 @@ class OverlapConfig(_Frozen):
         description="where reward model and reference run: in the engine's thread, a thread of their own, or a process",
     )
     scorer_threads: int = Field(
-        default=1, ge=1, description="CPU threads of a scoring process while the actor decodes"
+        default=1,
+        ge=1,
+        description="CPU threads of scorers beside the actor; while it waits for them they have all",
     )
     decode_threads: int | None = Field(
         default=None,
         ge=1,
-        description="CPU threads of decoding, so that scorers beside it have the other cores; null: all, as training",
+        description="CPU threads of decoding in steps with scorers beside it, which have the other cores; null: all",
     )
     scorer_cores: tuple[int, ...] | None = Field(
         default=None, min_length=1, description="CPU cores that a scoring process is pinned to; null: all"
@@ -195,6 +199,11 @@ class TrainConfig(_Frozen):
         default="response",
         description="what one call of a reward function holds: each response when it ends, in several threads; all of "
         "a group; or the batch, for functions that compare responses",
+    )
+    reward_threads: int = Field(
+        default=32,
+        ge=1,
+        description="calls of reward functions at once; as many as judges or sandboxes serve",
     )
     critic: str | None = Field(
         default=None,

@@ -4,12 +4,11 @@
                            ▲                                                                     ▼
                            └── load_weights(version) ── Learner.update ◄── Algorithm.prepare ◄── RolloutBatch
 
-The engine calls every method from one thread and never two at a time on one object. Only a ScorerHandle may
-work elsewhere: the engine hands it rollouts, goes on, and waits on the future when the scores are needed.
+The engine calls every method from one thread and never two at a time on one object. Only a ScorerHandle may work
+elsewhere: the engine hands it rollouts, goes on, and waits on the futures when the scores are needed.
 """
 
 # pyright: reportReturnType=false
-# A method of a protocol is its docstring.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
@@ -63,6 +62,9 @@ class Generator(Protocol):
     def decode(self, max_tokens: int) -> list[TokenChunk]:
         """Advance every live rollout by up to ``max_tokens`` ticks: a chunk each, in any order; ended ones leave."""
 
+    def set_shared(self, is_shared: bool) -> None:
+        """Whether scorers work beside ``decode`` from now on, so that it should leave them cores."""
+
     def evict(self, keys: Sequence[RolloutKey]) -> None:
         """Forget live rollouts; the unknown are ignored."""
 
@@ -73,9 +75,8 @@ class Generator(Protocol):
 class Scorer(Protocol):
     """Scores ended rollouts: a reward model, a reference policy, a Python function.
 
-    An attribute ``call_per`` may say what one call must hold: ``response`` (the default: any ended ones), ``group``
-    (whole groups) or ``batch`` (the B groups of a step, since scores depend on each other). An attribute
-    ``follows_weights`` says that scores are those of the weights under training: an update makes them void.
+    An attribute ``call_per`` may say what a call must hold: ``response`` (the default: any ended ones), ``group``
+    (whole ones) or ``batch`` (the B groups of a step); one ``follows_weights`` that an update makes its scores void.
     """
 
     name: str
@@ -122,15 +123,14 @@ class ScorerHandle(Protocol):
         """What was done since the last call."""
 
     def close(self) -> None:
-        """Release what the placement holds; called once, also after a failure."""
+        """Release what the placement holds, also after a failure."""
 
 
 class Algorithm(Protocol):
     """What is learned from a batch. ``oppo_kit.algorithm.AlgorithmBase`` has no-op hooks to inherit.
 
-    ``scorers`` are the scores it needs, of ``reward`` and ``reference``. With ``needs_critic`` there are values in
-    ``RolloutBatch`` and ``PolicyOutputs``; with ``needs_proximal`` the proximal log-probs follow the weights, else they
-    are the behaviour log-probs.
+    ``scorers`` names the scores it needs: ``reward``, ``reference``. ``needs_critic``: there are values in the batch
+    and the outputs. ``needs_proximal``: proximal log-probs follow the weights, else they are the behaviour log-probs.
     """
 
     name: ClassVar[str]

@@ -2,17 +2,39 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 import torch
-from tiny_engine import LONG_TAILED, make_engine
-from tiny_models import tiny_classifier, tiny_tokenizer
+from tiny_engine import LONG_TAILED, TOKENIZER, make_engine, reward_by_length
+from tiny_models import tiny_causal_lm, tiny_classifier, tiny_tokenizer
 
+from oppo_kit.algorithm import AlgorithmBase, AlgorithmConfig
+from oppo_kit.backends.function_scorer import FunctionScorer
 from oppo_kit.backends.hf_scorer import HFCriticScorer, HFReferenceScorer, HFRewardScorer
+from oppo_kit.build import frozen_reference
 from oppo_kit.config import OverlapConfig, TrainConfig, parse_config
 from oppo_kit.errors import ConfigError, ModelError, PartFailedError
 from oppo_kit.types import RolloutBatch
 
 NUM_STEPS = 3
+
+
+class Functional(AlgorithmBase):
+    """Needs a reward and nothing else."""
+
+    name = "functional"
+
+    def __init__(self) -> None:
+        super().__init__(AlgorithmConfig())
+
+    def prepare(self, batch):
+        raise NotImplementedError
+
+    def loss(self, micro_batch, outputs):
+        raise NotImplementedError
+
+
 AT_DELTA_ZERO = {
     "sample": {"score_at": "sample"},
     "chunk": {"score_at": "chunk", "chunk_tokens": 4},
@@ -157,3 +179,46 @@ def test_overlap_settings_that_contradict_each_other_are_refused(overlap, messag
 def test_the_defaults_stream_nothing() -> None:
     assert OverlapConfig().score_at == "batch"
     assert OverlapConfig().placement == "inline"
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"scorer_device": "gpu"}, "scorer_device 'gpu' cannot be used: .*; name one that this machine has"),
+        (
+            {
+                "score_at": "chunk",
+                "algorithm": Functional(),
+                "reward": FunctionScorer([reward_by_length], TOKENIZER),
+            },
+            "score_at 'chunk' has nobody to stream to, since reward functions see whole responses",
+        ),
+        (
+            {"score_at": "chunk", "stream_critic": True, "algorithm": Functional()},
+            "stream_critic is set, and 'functional' has no critic",
+        ),
+    ],
+)
+def test_scorers_that_cannot_be_placed_are_refused(settings, message) -> None:
+    with pytest.raises(ConfigError, match=message):
+        make_engine(**settings)
+
+
+def test_an_engine_that_cannot_be_built_leaves_no_thread_behind() -> None:
+    algorithm = Functional()
+    algorithm.scorers = frozenset({"reward", "reference", "judge"})
+    before = {thread.name for thread in threading.enumerate()}
+    with pytest.raises(ConfigError, match=r"needs the scorers \['judge'\]"):
+        make_engine(algorithm=algorithm, placement="thread")
+    assert {thread.name for thread in threading.enumerate()} <= before
+
+
+def test_a_lora_reference_that_goes_to_another_device_does_not_take_the_policy_along() -> None:
+    lora = {"actor_lora": {"r": 4}}
+    base = tiny_causal_lm()
+    for overlap, is_shared in (({}, True), ({"scorer_device": "meta"}, False)):
+        reference = frozen_reference(TrainConfig.model_validate(lora | {"overlap": overlap}), base)
+        own = {parameter.data_ptr() for parameter in base.parameters()}
+        assert ({parameter.data_ptr() for parameter in reference.parameters()} <= own) == is_shared
+    reference.to("meta")
+    assert all(parameter.device.type == "cpu" for parameter in base.parameters())

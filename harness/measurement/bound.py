@@ -6,6 +6,7 @@ contexts, where a token is cheapest; scoring and training on a real batch; the b
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -128,6 +129,8 @@ def main(spec_file: Path, result_file: Path) -> None:
     from harness.environment import quieten_transformers
 
     spec = RunSpec.model_validate_json(spec_file.read_text())
+    if spec.cores is not None:
+        os.sched_setaffinity(0, spec.cores[:1])
     torch.set_num_threads(spec.num_threads)
     set_seed(spec.seed)
     quieten_transformers()

@@ -98,6 +98,10 @@ class FixedWeights:
         """Under the version that the engine believes in."""
         return [replace(chunk, version=self._version) for chunk in self._generator.decode(max_tokens)]
 
+    def set_shared(self, is_shared: bool) -> None:
+        """As the generator inside."""
+        self._generator.set_shared(is_shared)
+
     def evict(self, keys: Sequence[RolloutKey]) -> None:
         """Hand on."""
         self._generator.evict(keys)

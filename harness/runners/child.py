@@ -21,7 +21,7 @@ def main(spec_file: Path, result_file: Path) -> None:
     progress = connect_to_parent()
     spec = RunSpec.model_validate_json(spec_file.read_text())
     if spec.cores is not None:
-        os.sched_setaffinity(0, spec.cores[:1])  # before any thread is started, so that all of them are there
+        os.sched_setaffinity(0, spec.cores[:1])  # before any model is made
     os.environ["OMP_NUM_THREADS"] = str(spec.num_threads)
     # Rows of one batch differ in length all the time; tokenizers' own threads only disturb the count we set.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
@@ -81,11 +81,12 @@ def run_function(name: str) -> RunFunction:
 
 
 def _peak_rss_bytes() -> int | None:
+    """Of this process and its largest child, the scorers'."""
     if sys.platform == "win32":
         return None
     import resource
 
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    peak = sum(resource.getrusage(who).ru_maxrss for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
     return peak if sys.platform == "darwin" else peak * 1024
 
 

@@ -15,9 +15,10 @@ from harness.schema import Evaluation, Step, TimelineSpan
 from harness.workloads.loading import Workload
 from oppo_kit.backends.function_scorer import FunctionScorer
 from oppo_kit.build import build_engine
-from oppo_kit.config import OverlapConfig, TrainConfig
+from oppo_kit.config import OverlapConfig, TrainConfig, parse_config
 from oppo_kit.engine.loop import OverlapEngine
 from oppo_kit.registry import create_algorithm
+from oppo_kit.telemetry.stopwatch import LANE
 from oppo_kit.types import StepReport
 
 _NO_OVERCOMMIT = {"schedule": "sequential", "delta": 0}
@@ -46,14 +47,16 @@ def overlap_of(spec: RunSpec) -> OverlapConfig:
         changes |= {"placement": "inline", "scorer_cores": None, "stream_critic": False}
     else:
         if own.placement == "inline":
-            changes["placement"] = "process" if on_cpu else "thread"
+            changes["placement"] = "process" if on_cpu and not own.stream_critic else "thread"
         if own.decode_threads is None and on_cpu:
             changes["decode_threads"] = max(1, spec.num_threads - own.scorer_threads)
     if changes["score_at"] == "sample":
         changes["stream_critic"] = False
     if spec.cores is not None:
         changes |= {"placement": "process", "scorer_cores": spec.cores[1:], "stream_critic": False}
-    return OverlapConfig.model_validate(own.model_dump() | changes)
+    return parse_config(
+        OverlapConfig, own.model_dump() | changes, source=f"overlap of runner {spec.runner!r}"
+    )
 
 
 def run(spec: RunSpec, workload: Workload, evaluate: Evaluate, on_step: OnStep) -> Outcome:
@@ -152,7 +155,8 @@ def to_step(report: StepReport) -> Step:
 
 def to_timeline(report: StepReport) -> list[TimelineSpan]:
     """The spans of a step, from its first moment on."""
-    start_s = min((span.start_s for span in report.spans), default=0.0)
+    # A feed that the step before left over may have begun earlier.
+    start_s = min((span.start_s for span in report.spans if span.lane == LANE), default=0.0)
     return [
         TimelineSpan(
             step=report.step,

@@ -14,8 +14,8 @@ import importlib
 import inspect
 import os
 import sys
-from collections.abc import Callable, Coroutine, Sequence
-from concurrent.futures import ThreadPoolExecutor
+import threading
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, get_args
 
@@ -181,7 +181,7 @@ def _call(
     try:
         results = function(**own)
         if inspect.isawaitable(results):
-            results = _run(_awaited(results))
+            results = _run(results)
     # An exit would end the training as if it were complete; a cancelled task is no Exception.
     except (Exception, SystemExit, asyncio.CancelledError) as error:
         raise PartFailedError(f"reward function {name!r} raised {error!r} on draws {draw_ids}") from error
@@ -221,15 +221,24 @@ def _number(value: Any, name: str, rollout: Rollout) -> float | None:
     )
 
 
-async def _awaited(awaitable: Any) -> Any:
-    return await awaitable
-
-
-def _run(coroutine: Coroutine[Any, Any, Any]) -> Any:
+async def _guarded(awaitable: Any) -> tuple[Any, BaseException | None]:
+    """What it gives, or what it raised: an exit would end the event loop, and a cancellation is no Exception."""
     try:
-        asyncio.get_running_loop()
-    except RuntimeError:
-        return asyncio.run(coroutine)
-    # A notebook's thread already runs a loop; a second one needs a thread of its own.
-    with ThreadPoolExecutor(max_workers=1) as pool:
-        return pool.submit(asyncio.run, coroutine).result()
+        return await awaitable, None
+    except BaseException as error:
+        return None, error
+
+
+def _run(awaitable: Any) -> Any:
+    result, error = asyncio.run_coroutine_threadsafe(_guarded(awaitable), _event_loop()).result()
+    if error is not None:
+        raise error
+    return result
+
+
+@functools.cache
+def _event_loop() -> asyncio.AbstractEventLoop:
+    """One for all calls, so that what a function keeps between them, such as a client's session, stays usable."""
+    loop = asyncio.new_event_loop()
+    threading.Thread(target=loop.run_forever, name="oppo-async-rewards", daemon=True).start()
+    return loop

@@ -60,7 +60,7 @@ class HFGenerator:
             prefill computes but for the output head.
         batch_invariant: a response's tokens and log-probs are equal to the bit whatever is decoded beside it, in
             chunks of whatever size; float32 on a CPU with one thread, slower.
-        num_threads: CPU threads of ``decode``; None: those that torch has.
+        num_threads_shared: CPU threads of ``decode`` while scorers work beside it; None: those that torch has.
         ticks_per_read: decoded tokens per row between two looks at the device; None: 1 on a CPU, 8 elsewhere.
 
     Raises:
@@ -79,7 +79,7 @@ class HFGenerator:
         carried_cache: Literal["recompute", "keep"] = "recompute",
         has_prefix_logprobs: bool = False,
         batch_invariant: bool = False,
-        num_threads: int | None = None,
+        num_threads_shared: int | None = None,
         ticks_per_read: int | None = None,
     ) -> None:
         self._source = policy
@@ -101,7 +101,8 @@ class HFGenerator:
         self._carried_cache = carried_cache
         self._has_prefix_logprobs = has_prefix_logprobs
         self._is_invariant = batch_invariant
-        self._num_threads = num_threads
+        self._num_threads_shared = num_threads_shared
+        self._is_shared = False
         on_cpu = self._device.type == "cpu"
         self._ticks_per_read = ticks_per_read or (1 if on_cpu else _TICKS_PER_READ)
         fuse_norms(model)
@@ -148,6 +149,10 @@ class HFGenerator:
                 )
             )
 
+    def set_shared(self, is_shared: bool) -> None:
+        """Whether scorers work beside ``decode`` from now on."""
+        self._is_shared = is_shared
+
     @torch.inference_mode()
     def evict(self, keys: Sequence[RolloutKey]) -> None:
         """Forget live rollouts; the unknown are ignored."""
@@ -174,9 +179,10 @@ class HFGenerator:
             ConfigError: ``batch_invariant`` with more than one thread.
         """
         before = torch.get_num_threads()
-        if self._num_threads in (None, before):
+        wanted = self._num_threads_shared if self._is_shared else None
+        if wanted in (None, before):
             return self._decode(max_tokens)
-        torch.set_num_threads(self._num_threads)
+        torch.set_num_threads(wanted)
         try:
             return self._decode(max_tokens)
         finally:
@@ -187,7 +193,7 @@ class HFGenerator:
         if self._is_invariant and torch.get_num_threads() > 1:
             raise ConfigError(
                 f"batch_invariant holds with one thread, and torch uses {torch.get_num_threads()}: with more, "
-                "attention gives a row other bits beside other rows; set overlap.decode_threads to 1, or switch it off"
+                "attention gives a row other bits beside other rows; call torch.set_num_threads(1), or switch it off"
             )
         if self._is_stale:
             self._waiting = self._rows + self._waiting

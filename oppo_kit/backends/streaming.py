@@ -131,8 +131,13 @@ class StreamingPrefill:
             num_new[slot] = max(0, prefix.num_fed - agreed)
         for first, last in cut_into_runs(num_new, self._max_tokens):
             chosen = {slot: by_slot[slot] for slot in range(first, last) if num_new[slot]}
-            if not self._feed(chosen, first, last):
-                self.clear()
+            is_finite = False
+            try:
+                is_finite = self._feed(chosen, first, last)
+            finally:
+                if not is_finite:  # also when the pass failed: the cache may be longer than the rows know
+                    self.clear()
+            if not is_finite:
                 return False
         return True
 
@@ -223,26 +228,24 @@ def cut_into_runs(num_new: Sequence[int], max_tokens: int) -> list[tuple[int, in
     >>> cut_into_runs([0, 8, 8, 0, 500, 490], 4096)
     [(1, 3), (4, 6)]
     """
-    best = [0.0] + [math.inf] * len(num_new)
-    cut = [0] * (len(num_new) + 1)
-    is_run = [False] * (len(num_new) + 1)
-    for start in range(len(num_new)):
-        if num_new[start] == 0 and best[start] < best[start + 1]:
-            best[start + 1], cut[start + 1], is_run[start + 1] = best[start], start, False
+    slots = [slot for slot, new in enumerate(num_new) if new]
+    # best[n]: least cost of the first n of these; cut[n]: where their last run begins.
+    best = [0.0] + [math.inf] * len(slots)
+    cut = [0] * (len(slots) + 1)
+    for start, first in enumerate(slots):
         longest = 0
-        for stop in range(start + 1, len(num_new) + 1):
-            longest = max(longest, num_new[stop - 1])
-            padded = (stop - start) * longest
+        for stop, slot in enumerate(slots[start:], start + 1):
+            longest = max(longest, num_new[slot])
+            padded = (slot + 1 - first) * longest
             if stop > start + 1 and padded > max_tokens:
                 break
             cost = best[start] + padded + OVERHEAD_TOKENS
             if cost < best[stop]:
-                best[stop], cut[stop], is_run[stop] = cost, start, True
+                best[stop], cut[stop] = cost, start
     runs: list[tuple[int, int]] = []
-    stop = len(num_new)
+    stop = len(slots)
     while stop:
-        if is_run[stop]:
-            runs.append((cut[stop], stop))
+        runs.append((slots[cut[stop]], slots[stop - 1] + 1))
         stop = cut[stop]
     return runs[::-1]
 

@@ -132,6 +132,7 @@ class OverlapEngine:
             raise StateError(f"all {self.num_steps} steps are done; build an engine with more num_steps")
         self._stopwatch.start_step()
         self._schedule.delta = self._adaptation.delta
+        self.generator.set_shared(self._adaptation.plan.score_at != "batch")
         self._admit(self._num_to_admit())
         settled: set[int] = set()
         num_rejected = 0
@@ -239,16 +240,21 @@ class OverlapEngine:
         if missing:
             raise StateError(f"saved state lacks {missing}; it is damaged")
         groups = [unpack_group(packed) for packed in state["groups"]]
-        self._adaptation.load_state_dict(state["controllers"])
-        self.generator.evict([rollout.key for rollout in self._buffer.live_rollouts])
-        for group in self._buffer.groups:
-            self._desk.forget(group)
+        before = self._buffer.groups
+        live = [rollout.key for rollout in self._buffer.live_rollouts]
         self._buffer.restore(
             groups,
             num_drawn=state["num_drawn"],
             num_trained=state["num_trained"],
             rejected=state["rejected"],
         )
+        self._adaptation.load_state_dict(state["controllers"])
+        self.generator.evict(live)
+        for group in before:
+            self._desk.forget(group)
+        self._desk.reset()
+        self._stopwatch.reset()
+        self._tokens_decoded = self._ticks_since_feed = self._num_skipped_in_a_row = 0
         self.num_steps_done, self.version, self._tick = (
             state["num_steps_done"],
             state["version"],

@@ -7,8 +7,9 @@ into one. Knows nothing of how a scorer works or where it runs.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import Future
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_EXCEPTION, Future, wait
+from contextlib import ExitStack, contextmanager
 
 from oppo_kit.engine.buffer import Ended
 from oppo_kit.errors import OppoError, PartFailedError
@@ -18,6 +19,8 @@ from oppo_kit.types import Group, Rollout, RolloutKey, Score, Span
 ABSTAINED = "abstained"
 NON_FINITE_SCORE = "non_finite_score"
 FLOAT32_MAX = 3.4028234663852886e38
+# Between two looks at parts that nobody waits for: how long the death of one may go unheard.
+_LOOK_S = 0.5
 
 
 class ScoringDesk:
@@ -34,9 +37,10 @@ class ScoringDesk:
 
     def feed(self, rollouts: Sequence[Rollout]) -> None:
         """Hand unfinished rollouts to the scorers that can read them."""
-        for handle in self._handles.values():
+        for name, handle in self._handles.items():
             if handle.can_stream:
-                handle.feed(rollouts)
+                with _named(name):
+                    handle.feed(rollouts)
 
     def submit_ended(self, ended: Ended) -> None:
         """Start scoring what ended, as far as a scorer needs nothing else beside it."""
@@ -65,6 +69,7 @@ class ScoringDesk:
                         self._submit_together(name, group.rollouts)
                 else:
                     self._submit(name, [r for group in groups for r in group.rollouts])
+            self._wait(groups)
             return self._store_all(groups)
         finally:
             self._set_awaited(False)
@@ -76,17 +81,11 @@ class ScoringDesk:
             PartFailedError: a scorer raised or died.
         """
         for name, handle in self._handles.items():
-            try:
+            with _named(name):
                 handle.check()
-            except OppoError:
-                raise
-            except Exception as error:
-                raise PartFailedError(
-                    f"scorer {name!r} failed while it read unfinished responses: {type(error).__name__}: {error}; "
-                    "the cause stands above"
-                ) from error
-        for (key, name), future in self._pending.items():
+        for (key, name), future in list(self._pending.items()):
             if future.done() and not future.cancelled() and future.exception() is not None:
+                del self._pending[key, name]  # so that whoever goes on asks again
                 self._result(name, key, future)
 
     def forget(self, group: Group) -> None:
@@ -94,7 +93,9 @@ class ScoringDesk:
         keys = [rollout.key for rollout in group.rollouts]
         for name, handle in self._handles.items():
             for key in keys:
-                self._pending.pop((key, name), None)
+                future = self._pending.pop((key, name), None)
+                if future is not None:
+                    future.cancel()
             if handle.can_stream:
                 handle.forget(keys)
 
@@ -113,13 +114,28 @@ class ScoringDesk:
         return [span for handle in self._handles.values() for span in handle.take_spans()]
 
     def close(self) -> None:
-        """Close every placement."""
-        for handle in self._handles.values():
-            handle.close()
+        """Close every placement, also when one of them cannot be."""
+        with ExitStack() as stack:
+            for handle in self._handles.values():
+                stack.callback(handle.close)
 
     def _set_awaited(self, is_awaited: bool) -> None:
         for handle in self._handles.values():
             handle.set_awaited(is_awaited)
+
+    def reset(self) -> None:
+        """Forget which batches were scored together: the engine goes on from another state."""
+        self._batches.clear()
+
+    def _wait(self, groups: Sequence[Group]) -> None:
+        """Until all scores of these groups are there, or anything goes wrong anywhere."""
+        keys = [
+            (rollout.key, name) for group in groups for rollout in group.rollouts for name in self._handles
+        ]
+        waiting = {self._pending[key] for key in keys if key in self._pending}
+        while waiting:
+            _, waiting = wait(waiting, timeout=_LOOK_S, return_when=FIRST_EXCEPTION)
+            self.check()
 
     def _store_all(self, groups: Sequence[Group]) -> dict[int, str]:
         rejections: dict[int, str] = {}
@@ -179,6 +195,20 @@ class ScoringDesk:
                 f"scorer {name!r} failed while draw {key.draw_id} waited for its score: "
                 f"{type(error).__name__}: {error}; the cause stands above"
             ) from error
+
+
+@contextmanager
+def _named(name: str) -> Iterator[None]:
+    """Say which scorer it was."""
+    try:
+        yield
+    except OppoError:
+        raise
+    except Exception as error:
+        raise PartFailedError(
+            f"scorer {name!r} failed while it read unfinished responses: {type(error).__name__}: {error}; "
+            "the cause stands above"
+        ) from error
 
 
 def _checked(name: str, rollout: Rollout, score: Score) -> Score:

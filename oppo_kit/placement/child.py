@@ -34,7 +34,7 @@ def main(pipe_fd: int, weights_fd: int) -> None:
     parent = os.getppid()
     try:
         settings = pickle.loads(pipe.recv_bytes())
-        link = _Link(pipe, settings["num_threads"], _load(weights_fd, settings["device"]))
+        link = _Link(pipe, settings, _load(weights_fd, settings["device"]))
     except EOFError:
         os._exit(1)
     except BaseException as error:
@@ -57,20 +57,18 @@ def _receive(pipe: Connection, parent: int) -> tuple[Any, ...]:
 class _Link:
     """Messages to calls of a worker, and its results to messages."""
 
-    def __init__(self, pipe: Connection, num_threads: int, scorers: dict[str, Any]) -> None:
+    def __init__(self, pipe: Connection, settings: dict[str, Any], scorers: dict[str, Any]) -> None:
         from oppo_kit.placement.worker import ScoringWorker
 
         self._pipe = pipe
         self._lock = threading.Lock()
         self._scores: list[tuple[int, Score | None, Failure | None]] = []
         self._messages: SimpleQueue[tuple[Any, ...]] = SimpleQueue()
-        has_affinity = hasattr(os, "sched_getaffinity")
-        num_cores = len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count() or 1
         self._worker = ScoringWorker(
             scorers,
             lane="scoring process",
-            num_threads=num_threads,
-            num_threads_awaited=num_cores,
+            num_threads=settings["num_threads"],
+            num_threads_awaited=settings["num_threads_awaited"],
             on_work=self._tell,
         )
         threading.Thread(target=self._serve, daemon=True).start()

@@ -44,7 +44,8 @@ class ScoringProcess:
 
     Args:
         scorers: by name; they are copied into the child.
-        num_threads: its CPU threads while the actor decodes.
+        num_threads: its CPU threads while the actor decodes; as many as this process has, or as it is pinned to
+            cores, while somebody waits for scores.
         cores: CPU cores that it is pinned to; None: all that this process may use.
         device: where its models go; None: where they are.
 
@@ -78,7 +79,10 @@ class ScoringProcess:
         try:
             if cores is not None:
                 _pin(self.pid, cores)
-            self.send({"num_threads": num_threads, "device": device})
+            num_threads_awaited = torch.get_num_threads() if cores is None else len(cores)
+            self.send(
+                {"num_threads": num_threads, "num_threads_awaited": num_threads_awaited, "device": device}
+            )
         except BaseException:
             self.close()
             raise
@@ -112,7 +116,13 @@ class ScoringProcess:
                 raise closed_error(name)
             ids = [next(self._ids) for _ in futures]
             self._futures.update(zip(ids, futures, strict=True))
-        self.send(("submit", name, ids, [rollout.snapshot() for rollout in rollouts]))
+        try:
+            self.send(("submit", name, ids, [rollout.snapshot() for rollout in rollouts]))
+        except BaseException:
+            with self._lock:
+                for index in ids:
+                    self._futures.pop(index, None)
+            raise
         return futures
 
     def send(self, message: object) -> None:
@@ -195,8 +205,13 @@ class ScoringProcess:
             if results.failure is not None and self._failure is None:
                 self._failure = rebuilt(results.failure)
             done = [(self._futures.pop(index), score, failure) for index, score, failure in results.scores]
+            left = {} if self._failure is None else self._futures
+            if left:
+                self._futures = {}
         for future, score, failure in done:
             settle([future], [score] if failure is None else rebuilt(failure))
+        if self._failure is not None:
+            settle(list(left.values()), self._failure)
         self._ready.set()
 
     def _death(self, code: int) -> PartFailedError:
@@ -214,8 +229,8 @@ class ProcessPlacement:
 
     follows_weights = False
 
-    def __init__(self, scorer: Scorer, process: ScoringProcess) -> None:
-        self.name = scorer.name
+    def __init__(self, name: str, scorer: Scorer, process: ScoringProcess) -> None:
+        self.name = name
         self.call_per: CallPer = getattr(scorer, "call_per", "response")
         self.can_stream = isinstance(scorer, StreamingScorer)
         self._process = process
@@ -263,7 +278,7 @@ def place_in_process(
     except BaseException:
         process.close()
         raise
-    return {name: ProcessPlacement(scorer, process) for name, scorer in scorers.items()}
+    return {name: ProcessPlacement(name, scorer, process) for name, scorer in scorers.items()}
 
 
 def _write(scorers: Mapping[str, Scorer], file: Any) -> None:

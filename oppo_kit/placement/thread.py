@@ -13,10 +13,12 @@ from oppo_kit.types import Rollout, RolloutKey, Score, Span
 
 
 class ThreadPlacement:
-    """One scorer of a worker; a worker of its own unless one is given."""
+    """One scorer of a worker, under the worker's name for it; a worker of its own unless one is given."""
 
-    def __init__(self, scorer: Scorer, worker: ScoringWorker | None = None) -> None:
-        self.name = scorer.name
+    def __init__(
+        self, scorer: Scorer, worker: ScoringWorker | None = None, *, name: str | None = None
+    ) -> None:
+        self.name = name or scorer.name
         self.call_per: CallPer = getattr(scorer, "call_per", "response")
         self.follows_weights: bool = getattr(scorer, "follows_weights", False)
         self.can_stream = isinstance(scorer, StreamingScorer)
@@ -47,7 +49,7 @@ class ThreadPlacement:
         return self._worker.take_spans()
 
     def close(self) -> None:
-        """Cancel what has not begun and wait for what runs."""
+        """Cancel what has not begun and wait some seconds for what runs."""
         self._worker.close()
 
 
@@ -66,4 +68,4 @@ def place_in_thread(
         num_threads_awaited=num_threads_awaited,
         clock=clock,
     )
-    return {name: ThreadPlacement(scorer, worker) for name, scorer in scorers.items()}
+    return {name: ThreadPlacement(scorer, worker, name=name) for name, scorer in scorers.items()}

@@ -24,6 +24,9 @@ from oppo_kit.protocols import CallPer, Clock, Scorer, StreamingScorer
 from oppo_kit.telemetry.clock import MonotonicClock
 from oppo_kit.types import Rollout, RolloutKey, Score, Span
 
+# What still runs then is left to itself: its thread does not keep the interpreter from ending.
+CLOSE_S = 10.0
+
 
 @dataclass(slots=True, eq=False)
 class _Submission:
@@ -108,7 +111,8 @@ class ScoringWorker:
                 self._changed.wait_for(lambda: not self._is_busy)
                 scorer = self._scorers[name]
                 if isinstance(scorer, StreamingScorer):
-                    scorer.forget(keys)
+                    with _synchronised(_cuda_device(self._scorers)):  # rows move on the caller's stream
+                        scorer.forget(keys)
             finally:
                 self._num_forgetting -= 1
                 self._changed.notify_all()
@@ -126,7 +130,7 @@ class ScoringWorker:
         return spans
 
     def close(self) -> None:
-        """Cancel what has not begun and wait for what runs; safe to call twice."""
+        """Cancel what has not begun and wait some seconds for what runs; safe to call twice."""
         with self._changed:
             self._is_closed = True
             for submission in self._submissions:
@@ -134,7 +138,7 @@ class ScoringWorker:
                     future.cancel()
             self._submissions = []
             self._changed.notify_all()
-        self._thread.join()
+        self._thread.join(CLOSE_S)
 
     def _run(self) -> None:
         try:
@@ -142,6 +146,8 @@ class ScoringWorker:
                 self._serve(wait_for_weights)
         except BaseException as error:  # nobody else would hear of it, and whoever waits would wait forever
             self._die(error)
+            if self._on_work is not None:
+                self._on_work()
 
     def _serve(self, wait_for_weights: Callable[[], None]) -> None:
         threads = None
@@ -179,8 +185,8 @@ class ScoringWorker:
                 self._submissions = [s for s in self._submissions if s not in self._running]
                 return first.name, self._running, []
             name = next(name for name, feeds in self._feeds.items() if feeds)
-            snapshots = list(self._feeds[name].values())
-            self._feeds[name] = {}
+            snapshots = list(self._feeds.pop(name).values())
+            self._feeds[name] = {}  # at the end: the others have their turn before
             return name, [], snapshots
 
     @property
@@ -295,12 +301,27 @@ def _call_per(scorer: Scorer) -> CallPer:
     return getattr(scorer, "call_per", "response")
 
 
+def _cuda_device(scorers: Mapping[str, Any]) -> torch.device | None:
+    """Where the first parameter on a GPU is."""
+    modules = (getattr(scorer, "module", None) for scorer in scorers.values())
+    parameters = (parameter for module in modules if module is not None for parameter in module.parameters())
+    return next((parameter.device for parameter in parameters if parameter.is_cuda), None)
+
+
+@contextmanager
+def _synchronised(device: torch.device | None) -> Iterator[None]:
+    """All streams of a GPU have done their work before the block, and the block's before they go on."""
+    if device is not None:
+        torch.cuda.synchronize(device)
+    yield
+    if device is not None:
+        torch.cuda.synchronize(device)
+
+
 @contextmanager
 def _side_stream(scorers: Mapping[str, Any]) -> Iterator[Any]:
     """On a GPU a stream of this thread's own; yields what makes it wait for the weights of the default stream."""
-    modules = (getattr(scorer, "module", None) for scorer in scorers.values())
-    parameters = (parameter for module in modules if module is not None for parameter in module.parameters())
-    device = next((parameter.device for parameter in parameters if parameter.is_cuda), None)
+    device = _cuda_device(scorers)
     if device is None:
         yield lambda: None
         return

@@ -46,6 +46,11 @@ class Stopwatch:
             self._seconds[stage] += stop_s - start_s - inner_s
             self._spans.append(Span(LANE, stage, start_s, stop_s))
 
+    def reset(self) -> None:
+        """Drop what was measured of a step that is given up."""
+        self.stop_step()
+        self.take_spans()
+
     def take_spans(self) -> list[Span]:
         """The blocks that were measured since the last call, by their end."""
         spans, self._spans = self._spans, []

@@ -111,7 +111,7 @@ def test_with_more_threads_it_is_refused_instead_of_broken() -> None:
     torch.set_num_threads(2)
     with pytest.raises(
         ConfigError,
-        match=r"batch_invariant holds with one thread, and torch uses 2: .*; set overlap.decode_threads to 1",
+        match=r"batch_invariant holds with one thread, and torch uses 2: .*; call torch.set_num_threads",
     ):
         HFGenerator(policy("tiny"), temperature=1.0, stop_token_ids=(), seed=0, batch_invariant=True)
 

@@ -351,3 +351,17 @@ def test_a_module_that_fails_says_why(folder: Path) -> None:
 def test_another_form_is_refused(reference: str) -> None:
     with pytest.raises(ConfigError, match="is not of the form module:function"):
         load_reward_function(reference)
+
+
+def test_all_async_calls_run_on_one_event_loop() -> None:
+    """A client's session or a semaphore that a function keeps belongs to the loop that made it."""
+    loops = []
+
+    async def remembers(prompts, completions, **columns):
+        loops.append(asyncio.get_running_loop())
+        return [1.0 for _ in completions]
+
+    scorer = FunctionScorer([remembers], TOKENIZER)
+    for draw_id, response in enumerate("ab"):
+        assert scorer.score([rollout(draw_id, response)]) == [1.0]
+    assert loops[0] is loops[1]

@@ -178,7 +178,7 @@ def test_a_model_that_does_not_take_the_inputs_is_refused_with_what_it_said() ->
         HFGenerator(model, temperature=1.0, stop_token_ids=[], seed=0)
 
 
-def test_decoding_has_its_own_number_of_threads_and_leaves_the_callers_as_it_was() -> None:
+def test_decoding_beside_scorers_has_its_own_number_of_threads_and_leaves_the_callers_as_it_was() -> None:
     seen = []
 
     class Watched(HFGenerator):
@@ -191,11 +191,15 @@ def test_decoding_has_its_own_number_of_threads_and_leaves_the_callers_as_it_was
     before = torch.get_num_threads()
     try:
         torch.set_num_threads(2)
-        generator = Watched(tiny_causal_lm(), temperature=1.0, stop_token_ids=(2,), seed=0, num_threads=1)
+        generator = Watched(
+            tiny_causal_lm(), temperature=1.0, stop_token_ids=(2,), seed=0, num_threads_shared=1
+        )
+        generator.decode(4)
+        generator.set_shared(True)
         generator.decode(4)
         with pytest.raises(RuntimeError, match="stop"):
             generator.decode(99)
         assert torch.get_num_threads() == 2
-        assert set(seen) == {1}
+        assert seen == [2, 1, 1]
     finally:
         torch.set_num_threads(before)

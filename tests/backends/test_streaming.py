@@ -250,3 +250,49 @@ def test_numbers_that_are_not_compared_as_equal_are_refused() -> None:
         check_streaming("x", [1.0, 2.0], [1.0, 2.5], 1e-3)
     with pytest.raises(ModelError, match="differ by nan"):
         check_streaming("x", [float("nan")], [1.0], 1e-3)
+
+
+def test_a_pass_that_failed_leaves_nothing_behind_that_would_be_read_again() -> None:
+    rollouts = make_rollouts([(3, 20), (4, 17)])
+    expected = numbers(MAKERS["reward"]("llama").score(rollouts))
+    scorer = MAKERS["reward"]("llama")
+    scorer.feed([part_of(rollout, 6) for rollout in rollouts])
+    read, scorer._prefill._read = scorer._prefill._read, None
+    with pytest.raises(TypeError):
+        scorer.feed([part_of(rollout, 9) for rollout in rollouts])
+    scorer._prefill._read = read
+    assert numbers(scorer.score(rollouts)) == pytest.approx(expected, abs=1e-5)
+
+
+def test_a_model_that_cannot_be_read_by_chunks_is_refused_with_its_reason() -> None:
+    broken = tiny_classifier()
+    with torch.no_grad():
+        broken.score.weight.fill_(float("inf"))
+    with pytest.raises(ModelError, match="its numbers then differ by nan"):
+        HFRewardScorer(broken).probe_streaming()
+    other = tiny_classifier()
+    scorer = HFRewardScorer(other)
+    scorer._streaming._cache_keyword = "no_such_keyword"
+    with pytest.raises(
+        ModelError, match=r"reward \(LlamaFor.*\) cannot be fed chunk by chunk: .*Error: .*; set overlap"
+    ):
+        scorer.probe_streaming()
+
+
+def test_the_probe_leaves_no_cache_behind() -> None:
+    scorer = HFRewardScorer(tiny_classifier())
+    scorer.probe_streaming()
+    assert scorer.num_cache_bytes == 0
+
+
+@settings(max_examples=200, deadline=None)
+@given(num_new=st.lists(st.integers(0, 40), max_size=12), max_tokens=st.integers(1, 200))
+def test_runs_hold_every_new_token_once_and_keep_to_the_budget(num_new, max_tokens) -> None:
+    runs = cut_into_runs(num_new, max_tokens)
+    covered = [slot for first, last in runs for slot in range(first, last)]
+    assert len(covered) == len(set(covered))
+    assert {slot for slot, new in enumerate(num_new) if new} <= set(covered)
+    for first, last in runs:
+        longest = max(num_new[first:last])
+        assert longest > 0
+        assert (last - first) * longest <= max_tokens or sum(new > 0 for new in num_new[first:last]) == 1

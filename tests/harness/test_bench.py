@@ -182,6 +182,19 @@ def test_runners_are_named_by_themselves_or_by_placement_or_as_the_ladder() -> N
 
 
 @pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="one core cannot be split")
+def test_functions_cannot_be_split_from_the_actor(tmp_path, recorded) -> None:
+    train = load_train_config(
+        overrides=["num_steps=4", "batch_size=4", "reward=harness.workloads.tiny:chain_reward"]
+    )
+    plan = make_plan(tmp_path, train=train, placement="split", runners=["sequential"])
+    with pytest.raises(
+        ConfigError, match="reward functions run in the actor's process; use a reward model, or"
+    ):
+        bench.run_bench(plan, Console(quiet=True))
+    assert recorded == []
+
+
+@pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="one core cannot be split")
 def test_split_runs_have_one_thread_and_a_core_each(tmp_path, recorded) -> None:
     plan = make_plan(tmp_path, placement="split", num_threads=None, runners=["sequential", "both"])
     result = bench.run_bench(plan, Console(quiet=True))
@@ -210,6 +223,9 @@ def test_a_rung_changes_only_what_it_is_about() -> None:
         assert overlap("both", num_threads=1).decode_threads == 1
     split = overlap("sequential", cores=(0, 1), num_threads=1)
     assert (split.placement, split.scorer_cores, split.score_at) == ("process", (1,), "batch")
+    train = load_train_config(overrides=["overlap.score_at=chunk", "overlap.stream_critic=true"])
+    assert overlap("both").placement == "thread", "where the critic can be fed"
+    assert not overlap("sample").stream_critic
     train = load_train_config(overrides=["overlap.score_at=chunk", "overlap.placement=thread"])
     assert (overlap("both").score_at, overlap("both").placement) == ("chunk", "thread")
     assert overlap("sequential").placement == "inline"

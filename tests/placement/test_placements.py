@@ -12,9 +12,11 @@ from tiny_models import VOCAB_SIZE, tiny_classifier
 
 from oppo_kit.backends.hf_scorer import HFRewardScorer
 from oppo_kit.errors import NonFiniteError, PartFailedError
+from oppo_kit.placement import functions as functions_module
+from oppo_kit.placement import worker as worker_module
 from oppo_kit.placement.functions import FunctionPlacement
 from oppo_kit.placement.inline import InlinePlacement
-from oppo_kit.placement.thread import ThreadPlacement
+from oppo_kit.placement.thread import ThreadPlacement, place_in_thread
 from oppo_kit.protocols import ScorerHandle
 from oppo_kit.types import Prompt, Rollout, RolloutKey
 
@@ -318,3 +320,34 @@ def test_a_model_scores_the_same_in_a_thread_and_from_chunks() -> None:
         assert sum(span.num_tokens for span in spans) == num_tokens
         assert spans[0].num_tokens == 3 * 4 + 3 + 4 + 5
         handle.close()
+
+
+@pytest.mark.timeout(60)
+def test_closing_does_not_wait_for_a_call_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
+    release, begun = threading.Event(), threading.Event()
+
+    class Hanging:
+        name = "reward"
+
+        def score(self, rollouts):
+            begun.set()
+            release.wait()
+            return [1.0]
+
+    for module in (functions_module, worker_module):
+        monkeypatch.setattr(module, "CLOSE_S", 0.05)
+    for place in (FunctionPlacement, ThreadPlacement):
+        begun.clear()
+        handle = place(Hanging())
+        [future] = handle.submit([ended(1)])
+        assert begun.wait(30)
+        handle.close()
+        assert not future.done()
+    release.set()
+
+
+def test_a_thread_placement_goes_by_the_name_that_it_was_placed_under() -> None:
+    handle = place_in_thread({"judge": Lengths()})["judge"]
+    assert handle.name == "judge"
+    assert handle.submit([ended(3)])[0].result(30) == 3.0
+    handle.close()

@@ -20,7 +20,7 @@ from process_handles import WAIT_S, placed, results
 
 from oppo_kit.errors import ConfigError, PartFailedError
 from oppo_kit.placement import process as process_module
-from oppo_kit.placement.process import ProcessPlacement
+from oppo_kit.placement.process import ProcessPlacement, place_in_process
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="pins and maps as Linux does")
 
@@ -204,7 +204,7 @@ from oppo_kit.placement.process import ProcessPlacement, ScoringProcess
 
 scorers = {"waiting": Waiting(Path(sys.argv[1])), "lengths": Lengths()}
 process = ScoringProcess(scorers)
-handles = {name: ProcessPlacement(scorer, process) for name, scorer in scorers.items()}
+handles = {name: ProcessPlacement(name, scorer, process) for name, scorer in scorers.items()}
 """
 
 KILLED = """
@@ -273,3 +273,22 @@ def test_an_interrupt_is_the_parents_and_the_child_says_nothing(tmp_path: Path) 
     os.kill(child_pid, signal.SIGINT)
     output, words = parent.communicate("go on\n", timeout=WAIT_S)
     assert (output, words, parent.returncode) == ("3.0\n", "", 0)
+
+
+@pytest.mark.timeout(60)
+def test_a_child_whose_worker_ends_is_heard() -> None:
+    handle = placed(child_scorers.DyingThread())["dying"]
+    [future] = handle.submit([ended(1)])
+    with pytest.raises(PartFailedError, match="the thread of the scoring process ended"):
+        future.result(WAIT_S)
+    with pytest.raises(PartFailedError, match="the thread of the scoring process ended"):
+        heard(handle)
+    handle.close()
+
+
+@pytest.mark.timeout(60)
+def test_a_scorer_goes_by_the_name_that_it_was_placed_under() -> None:
+    handle = place_in_process({"judge": Lengths()})["judge"]
+    assert handle.name == "judge"
+    assert results(handle, ended(2), ended(5)) == [3.0, 3.0]
+    handle.close()

@@ -230,3 +230,16 @@ def waiting_pipes(folder: Path) -> Waiting:
     os.mkfifo(scorer.begun)
     os.mkfifo(scorer.release)
     return scorer
+
+
+class DyingThread:
+    """Ends the thread that serves it, at no call of its own."""
+
+    name = "dying"
+
+    @property
+    def num_tokens_read(self) -> int:
+        raise SystemExit("out of memory")
+
+    def score(self, rollouts):
+        return [1.0 for _ in rollouts]

@@ -59,6 +59,9 @@ class FakeGenerator:
     def load_weights(self, version: int) -> None:
         self.version = version
 
+    def set_shared(self, is_shared: bool) -> None:
+        self.is_shared = is_shared
+
     def decode(self, max_tokens: int) -> list[TokenChunk]:
         chunks = []
         for key, (start, limit) in list(self.rows.items()):
