@@ -28,12 +28,13 @@ def timeline_figure(result: Result) -> Figure | None:
     if not lines:
         return None
     figure, axes = new_figure(rows=len(lines), columns=1, width=10, height=1.0 + 1.1 * len(lines))
-    end_s = max(span.stop_s for spans in lines.values() for span in spans)
+    starts_s = {name: _start_s(spans) for name, spans in lines.items()}
+    end_s = max(span.stop_s - starts_s[name] for name, spans in lines.items() for span in spans)
     for (name, spans), (axis,) in zip(lines.items(), axes, strict=True):
         lanes = [ACTOR, *sorted({span.lane for span in spans} - {ACTOR})]
         for span in spans:
             axis.broken_barh(
-                [(span.start_s, span.stop_s - span.start_s)],
+                [(span.start_s - starts_s[name], span.stop_s - span.start_s)],
                 (lanes.index(span.lane) - 0.4, 0.8),
                 facecolors=_colour(span),
                 edgecolors="white",
@@ -46,6 +47,13 @@ def timeline_figure(result: Result) -> Figure | None:
     handles = [Patch(facecolor=colour, label=label) for label, colour in _COLOURS.items()]
     figure.legend(handles=handles, loc="outside upper center", ncols=5, frameon=False)
     return figure
+
+
+def _start_s(spans: list[TimelineSpan]) -> float:
+    """When the actor admitted or decoded for the first time; what stands before it is left over from another step."""
+    return min(
+        (span.start_s for span in spans if span.lane == ACTOR and span.name == "generate"), default=0.0
+    )
 
 
 def _colour(span: TimelineSpan) -> str:

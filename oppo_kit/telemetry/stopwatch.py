@@ -30,8 +30,10 @@ class Stopwatch:
         return self._clock.now_s()
 
     def start_step(self) -> None:
-        """Begin a step; no effect inside one."""
+        """Begin a step, which has nothing of what was measured between two; no effect inside one."""
         if self._start_s is None:
+            self._spans = []
+            self._seconds = dict.fromkeys(self._seconds, 0.0)
             self._start_s = self._clock.now_s()
 
     @contextmanager
