@@ -28,7 +28,7 @@ def test_spans_begin_with_the_step() -> None:
     assert timeline[-1] == TimelineSpan(
         step=0, lane="scoring process", name="feed reward", start_s=1.5, stop_s=2.5, num_tokens=7
     )
-    assert max(span.stop_s for span in timeline if span.name == "train") == 5.0
+    assert max(span.stop_s for span in timeline if span.name == "train") == 7.0
 
 
 def test_the_figure_has_a_row_for_each_runner_with_a_timeline_and_a_lane_for_each_part() -> None:
