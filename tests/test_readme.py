@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from harness.measurement.streaming_report import load, sentence
 from harness.schema import load_result
 from oppo_kit.installation import main
 
@@ -190,3 +191,10 @@ def test_the_make_targets_exist(target) -> None:
 def test_every_file_that_the_readme_points_to_is_there() -> None:
     for target in re.findall(r"\]\(([^)#]+)\)", TEXT):
         assert target.startswith("http") or (ROOT / target).exists(), target
+
+
+def test_the_sentence_on_chunks_is_what_the_committed_measurement_says() -> None:
+    files = sorted((ROOT / "results" / "streaming-tiny").glob("*/streaming.json"))
+    assert len(files) == 2
+    said = " ".join(TEXT.split())
+    assert sentence([load(file) for file in files]).rstrip(".") in said
