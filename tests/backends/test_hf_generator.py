@@ -200,6 +200,6 @@ def test_decoding_beside_scorers_has_its_own_number_of_threads_and_leaves_the_ca
         with pytest.raises(RuntimeError, match="stop"):
             generator.decode(99)
         assert torch.get_num_threads() == 2
-        assert seen == [2, 1, 1]
+        assert seen == [2, 2, 1, 1], "the probe at the start, then alone, then twice beside scorers"
     finally:
         torch.set_num_threads(before)

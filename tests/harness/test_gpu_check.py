@@ -334,14 +334,17 @@ def test_the_other_runs_go_on_when_one_breaks_and_results_are_written_after_each
     monkeypatch.setattr(check, "run_child", run_child)
     assert check.main(["--size", "small", "--models", "7b", "--out", str(tmp_path)]) == 1
     assert written == [
-        ["missing", "missing", "missing"],
-        ["failed", "missing", "missing"],
-        ["failed", "measured", "missing"],
+        ["missing", "missing", "missing", "missing"],
+        ["failed", "missing", "missing", "missing"],
+        ["failed", "measured", "missing", "missing"],
+        ["failed", "measured", "measured", "missing"],
     ]
-    assert shares == pytest.approx([110, 165, 330], rel=0.05), "what a run leaves over goes to the later ones"
+    assert shares == pytest.approx([82.5, 110, 165, 330], rel=0.05), (
+        "what a run leaves over goes to the later ones"
+    )
     printed = capsys.readouterr().out
     assert "trl: **failed**: r" in printed
-    assert "**The runners did not start from the same policy**: [1.0, 2.0, 3.0]" in printed
+    assert "**The runners did not start from the same policy**: [1.0, 2.0, 3.0, 4.0]" in printed
 
 
 def test_the_larger_model_gets_the_larger_share(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -353,6 +356,6 @@ def test_the_larger_model_gets_the_larger_share(monkeypatch: pytest.MonkeyPatch,
 
     monkeypatch.setattr(check, "run_child", run_child)
     check.main(["--size", "small", "--budget-s", "840", "--out", str(tmp_path)])
-    # Nothing takes any time here: 840 / (3 × 1 + 3 × 1.8), then the same over fewer runs.
-    assert shares[0] == pytest.approx(100, rel=0.02)
-    assert shares[3] == pytest.approx(280, rel=0.02)
+    # Nothing takes any time here: 840 / (4 × 1 + 4 × 1.8), then the same over fewer runs.
+    assert shares[0] == pytest.approx(75, rel=0.02)
+    assert shares[4] == pytest.approx(210, rel=0.02)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import os
 from typing import Any
 
@@ -113,17 +112,16 @@ MIXED = make_case([4.0, 3.0, 2.5, 2.5, 2.5], [4.0, 3.0, 2.5, 2.5, 2.5], [4.0, 3.
 def test_every_mode_reads_every_token_once_and_the_folder_has_the_whole_report(
     tmp_path, monkeypatch, capsys
 ) -> None:
-    monkeypatch.setattr(streaming, "measure", functools.partial(measure, reward_costs=[0.25]))
     # Two counts to choose from, but two threads of so small a model wait for each other on a busy machine.
     monkeypatch.setattr(streaming, "thread_counts", lambda: [1, 1])
     num_threads = torch.get_num_threads()
     words = ["--rounds", "1", "--steps", "2", "--batch-size", "4", "--response-length", "24"]
-    assert main([*words, "--out", str(tmp_path)]) == 0
+    assert main([*words, "--costs", "0.25", "--out", str(tmp_path)]) == 0
     assert torch.get_num_threads() == num_threads
     result = load(tmp_path / "streaming.json")
     assert result.command == (
         "python -m harness.measurement.streaming --model tiny --placement shared --rounds 1 --steps 2 "
-        "--batch-size 4 --response-length 24"
+        "--batch-size 4 --response-length 24 --costs 0.25"
     )
     assert [(case.delta, case.num_steps) for case in result.cases] == [(0, 1), (2, 2)]
     for case in result.cases:
