@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from harness.cores import Placement
 from oppo_kit.errors import StateError
 
 SCHEMA_VERSION = 1
@@ -43,7 +43,7 @@ class Workload(_Strict):
     reward: str
     critic: str | None = None
     backend: str = "hf"
-    placement: Literal["shared", "split"] = "shared"
+    placement: Placement = "shared"
     batch_size: int = Field(description="B, groups per step")
     group_size: int = 1
     num_steps: int

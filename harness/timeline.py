@@ -7,8 +7,8 @@ from matplotlib.patches import Patch
 
 from harness.figure_parts import STAGE_COLOURS, new_figure
 from harness.schema import Result, TimelineSpan
+from oppo_kit.telemetry.spans import ACTOR_LANE
 
-ACTOR = "actor"
 _COLOURS = {
     "decoding": STAGE_COLOURS["generate"],
     "waiting for scores": "#bbbbbb",
@@ -31,7 +31,7 @@ def timeline_figure(result: Result) -> Figure | None:
     starts_s = {name: _start_s(spans) for name, spans in lines.items()}
     end_s = max(span.stop_s - starts_s[name] for name, spans in lines.items() for span in spans)
     for (name, spans), (axis,) in zip(lines.items(), axes, strict=True):
-        lanes = [ACTOR, *sorted({span.lane for span in spans} - {ACTOR})]
+        lanes = [ACTOR_LANE, *sorted({span.lane for span in spans} - {ACTOR_LANE})]
         for span in spans:
             axis.broken_barh(
                 [(span.start_s - starts_s[name], span.stop_s - span.start_s)],
@@ -52,11 +52,11 @@ def timeline_figure(result: Result) -> Figure | None:
 def _start_s(spans: list[TimelineSpan]) -> float:
     """When the actor admitted or decoded for the first time; what stands before it is left over from another step."""
     return min(
-        (span.start_s for span in spans if span.lane == ACTOR and span.name == "generate"), default=0.0
+        (span.start_s for span in spans if span.lane == ACTOR_LANE and span.name == "generate"), default=0.0
     )
 
 
 def _colour(span: TimelineSpan) -> str:
-    if span.lane != ACTOR:
+    if span.lane != ACTOR_LANE:
         return _COLOURS["feeding chunks" if span.name.startswith("feed ") else "scoring ended responses"]
     return _COLOURS["waiting for scores"] if span.name == "score" else STAGE_COLOURS.get(span.name, "#4d4d4d")

@@ -11,10 +11,10 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from statistics import median
-from typing import Literal
 
 from pydantic import BaseModel
 
+from harness.cores import Placement
 from harness.runners.base import RunSpec
 from harness.runners.link import connect_to_parent
 from harness.schema import Bound, Runner
@@ -43,7 +43,7 @@ def bound_of(
     runners: dict[str, Runner],
     num_warmup_steps: int,
     *,
-    placement: Literal["shared", "split"] = "shared",
+    placement: Placement = "shared",
 ) -> Bound:
     """Bound and share reached per runner, at its median step.
 

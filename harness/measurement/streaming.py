@@ -18,12 +18,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 import torch
 from torch import nn
 
-from harness.cores import split_cores
+from harness.cores import Placement, split_cores
 from harness.environment import describe_environment, num_usable_cores
 from harness.measurement.output import carry_out
 from harness.measurement.streaming_report import (
@@ -60,12 +59,11 @@ from oppo_kit.types import Prompt, Rollout, RolloutKey, Span
 
 REWARD_COSTS = (0.25, 1.0, 4.0)
 MODELS = ("tiny", "smollm2-135m")
+# Random weights give scores of order one; a score of other tokens differs by tenths.
 SCORE_TOLERANCE = 1e-4
 _NUM_SCORER_THREADS = 1
 # A round repeats to a few per cent; on two cores a second thread of the actor also takes the scorer's core.
 _MIN_GAIN_FRAC = 0.05
-
-Placement = Literal["shared", "split"]
 
 
 def measure(

@@ -18,6 +18,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from harness.cores import Placement
 from harness.figures import DOTS_PER_INCH
 from harness.folders import make_folder, write_atomically
 from harness.formatting import markdown_table
@@ -85,7 +86,7 @@ class Streaming(_Strict):
 
     schema_version: Literal[1] = 1
     model: str
-    placement: Literal["shared", "split"]
+    placement: Placement
     command: str
     environment: Environment
     batch_size: int = Field(description="B, responses per step")

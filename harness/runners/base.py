@@ -19,7 +19,7 @@ from oppo_kit.backends.function_scorer import FunctionScorer
 from oppo_kit.backends.hf_generator import HFGenerator
 from oppo_kit.backends.hf_scorer import HFRewardScorer
 from oppo_kit.config import TrainConfig
-from oppo_kit.protocols import Scorer
+from oppo_kit.protocols import CallPer, Scorer
 from oppo_kit.telemetry.clock import MonotonicClock
 from oppo_kit.types import Rollout, RolloutKey
 
@@ -134,4 +134,14 @@ def make_reward_scorer(workload: Workload) -> Scorer:
     """A scorer of its own for the workload's reward: its model, or its functions."""
     if workload.reward_path is not None:
         return HFRewardScorer(workload.make_reward(), rendering=workload.reward_rendering())
-    return FunctionScorer(workload.reward_functions, workload.tokenizer, prompt_column=workload.prompt_column)
+    return make_function_scorer(workload)
+
+
+def make_function_scorer(workload: Workload, call_per: CallPer = "response") -> FunctionScorer:
+    """The workload's reward functions; called directly, it hands them all responses at once whatever ``call_per``."""
+    return FunctionScorer(
+        workload.reward_functions,
+        workload.tokenizer,
+        prompt_column=workload.prompt_column,
+        call_per=call_per,
+    )

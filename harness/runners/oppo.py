@@ -10,15 +10,13 @@ from typing import Any
 
 import torch
 
-from harness.runners.base import Evaluate, OnStep, Outcome, RunSpec
+from harness.runners.base import Evaluate, OnStep, Outcome, RunSpec, make_function_scorer
 from harness.schema import Evaluation, Step, TimelineSpan
 from harness.workloads.loading import Workload
-from oppo_kit.backends.function_scorer import FunctionScorer
 from oppo_kit.build import build_engine
 from oppo_kit.config import OverlapConfig, TrainConfig, parse_config
 from oppo_kit.engine.loop import OverlapEngine
 from oppo_kit.registry import create_algorithm
-from oppo_kit.telemetry.stopwatch import LANE
 from oppo_kit.types import StepReport
 
 _NO_OVERCOMMIT = {"schedule": "sequential", "delta": 0}
@@ -97,12 +95,7 @@ def make_engine(train: TrainConfig, workload: Workload, **options: Any) -> Overl
     reward = (
         workload.make_reward()
         if workload.reward_path is not None
-        else FunctionScorer(
-            workload.reward_functions,
-            workload.tokenizer,
-            prompt_column=workload.prompt_column,
-            call_per=train.reward_call_per,
-        )
+        else make_function_scorer(workload, train.reward_call_per)
     )
     return build_engine(
         train,
@@ -154,9 +147,8 @@ def to_step(report: StepReport) -> Step:
 
 
 def to_timeline(report: StepReport) -> list[TimelineSpan]:
-    """The spans of a step, from its first moment on."""
-    # A feed that the step before left over may have begun earlier.
-    start_s = min((span.start_s for span in report.spans if span.lane == LANE), default=0.0)
+    """The spans of a step, from the first one on."""
+    start_s = min((span.start_s for span in report.spans), default=0.0)
     return [
         TimelineSpan(
             step=report.step,

@@ -293,11 +293,7 @@ class HFRewardScorer(_HFScorer):
         return outputs[-1]
 
     def _make_prefill(self) -> StreamingPrefill:
-        def read(hidden: Tensor, next_ids: list[int]) -> Tensor:  # noqa: ARG001
-            return score_head(self._model)(hidden).squeeze(-1).float()
-
-        backbone = classifier_backbone(self._model)
-        return StreamingPrefill(backbone, self._model, read, reads_next=False, max_tokens=self._batch_tokens)
+        return _classifier_prefill(self._model, self._batch_tokens)
 
     def _forward(self, rows: PaddedRows) -> list[Score]:
         return sequence_scores(self._model, rows).tolist()
@@ -365,14 +361,20 @@ class HFCriticScorer(_HFScorer):
         super().__init__(critic, "critic", batch_tokens=batch_tokens, checks_stream=False)
 
     def _make_prefill(self) -> StreamingPrefill:
-        def read(hidden: Tensor, next_ids: list[int]) -> Tensor:  # noqa: ARG001
-            return score_head(self._model)(hidden).squeeze(-1).float()
-
-        backbone = classifier_backbone(self._model)
-        return StreamingPrefill(backbone, self._model, read, reads_next=False, max_tokens=self._batch_tokens)
+        return _classifier_prefill(self._model, self._batch_tokens)
 
     def _forward(self, rows: PaddedRows) -> list[Score]:
         return _by_row(token_values(self._model, rows), rows)
+
+
+def _classifier_prefill(classifier: nn.Module, max_tokens: int) -> StreamingPrefill:
+    """Reads the score head at every fed token."""
+
+    def read(hidden: Tensor, next_ids: list[int]) -> Tensor:  # noqa: ARG001
+        return score_head(classifier)(hidden).squeeze(-1).float()
+
+    backbone = classifier_backbone(classifier)
+    return StreamingPrefill(backbone, classifier, read, reads_next=False, max_tokens=max_tokens)
 
 
 def _policy_ids(rollout: Rollout) -> _Inputs:

@@ -6,9 +6,8 @@ from collections.abc import Sequence
 
 from oppo_kit.engine.buffer import OvercommitBuffer
 from oppo_kit.engine.controllers.chunk import ChunkPlan
+from oppo_kit.telemetry.spans import ACTOR_LANE
 from oppo_kit.types import RolloutBatch, Span, StepReport
-
-ACTOR_LANE = "actor"
 
 
 def make_report(

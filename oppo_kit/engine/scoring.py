@@ -109,6 +109,10 @@ class ScoringDesk:
                     rollout.scores.pop(name, None)
                     self._pending.pop((rollout.key, name), None)
 
+    def reset(self) -> None:
+        """Forget which batches were scored together: the engine goes on from another state."""
+        self._batches.clear()
+
     def take_spans(self) -> list[Span]:
         """What all scorers did since the last call."""
         return [span for handle in self._handles.values() for span in handle.take_spans()]
@@ -122,10 +126,6 @@ class ScoringDesk:
     def _set_awaited(self, is_awaited: bool) -> None:
         for handle in self._handles.values():
             handle.set_awaited(is_awaited)
-
-    def reset(self) -> None:
-        """Forget which batches were scored together: the engine goes on from another state."""
-        self._batches.clear()
 
     def _wait(self, groups: Sequence[Group]) -> None:
         """Until all scores of these groups are there, or anything goes wrong anywhere."""

@@ -14,6 +14,7 @@ from queue import SimpleQueue
 from oppo_kit.placement.worker import CLOSE_S, begin, closed_error, outcome_of, settle
 from oppo_kit.protocols import CallPer, Clock, Scorer
 from oppo_kit.telemetry.clock import MonotonicClock
+from oppo_kit.telemetry.spans import SpanLog
 from oppo_kit.types import Rollout, RolloutKey, Score, Span
 
 _Call = tuple[Sequence[Rollout], Sequence[Future[Score | None]]]
@@ -39,7 +40,7 @@ class FunctionPlacement:
         self._lock = threading.Lock()
         self._is_closed = False
         self._calls: SimpleQueue[_Call | None] = SimpleQueue()
-        self._spans: list[Span] = []
+        self._spans = SpanLog()
         self._futures: set[Future[Score | None]] = set()
         # Not of an executor, whose threads would keep the interpreter until a call that hangs has ended.
         self._threads = [
@@ -74,9 +75,7 @@ class FunctionPlacement:
 
     def take_spans(self) -> list[Span]:
         """What was done since the last call."""
-        with self._lock:
-            spans, self._spans = self._spans, []
-        return spans
+        return self._spans.take()
 
     def close(self) -> None:
         """Cancel what has not begun and wait some seconds for what runs; safe to call twice."""
@@ -108,9 +107,7 @@ class FunctionPlacement:
         if begin(futures):
             start_s = self._clock.now_s()
             outcome = outcome_of(self._scorer, rollouts)
-            span = Span("reward functions", f"score {self.name}", start_s, self._clock.now_s())
-            with self._lock:
-                self._spans.append(span)
+            self._spans.add(Span("reward functions", f"score {self.name}", start_s, self._clock.now_s()))
             settle(futures, outcome)
         with self._lock:
             self._futures.difference_update(futures)

@@ -9,6 +9,7 @@ from typing import Any
 from oppo_kit.placement.worker import as_failure, outcome_of, settle
 from oppo_kit.protocols import CallPer, Clock, Scorer, StreamingScorer
 from oppo_kit.telemetry.clock import MonotonicClock
+from oppo_kit.telemetry.spans import SpanLog
 from oppo_kit.types import Rollout, RolloutKey, Score, Span
 
 
@@ -22,7 +23,7 @@ class InlinePlacement:
         self.can_stream = isinstance(scorer, StreamingScorer)
         self._scorer: Any = scorer
         self._clock = clock or MonotonicClock()
-        self._spans: list[Span] = []
+        self._spans = SpanLog()
 
     def submit(self, rollouts: Sequence[Rollout]) -> list[Future[Score | None]]:
         """Score now; whatever the scorer raises becomes the futures' exception."""
@@ -57,8 +58,7 @@ class InlinePlacement:
 
     def take_spans(self) -> list[Span]:
         """What was done since the last call."""
-        spans, self._spans = self._spans, []
-        return spans
+        return self._spans.take()
 
     def close(self) -> None:
         """Nothing is held."""
@@ -69,6 +69,6 @@ class InlinePlacement:
 
     def _record(self, kind: str, start_s: float, tokens_before: int) -> None:
         num_tokens = self._num_tokens_read - tokens_before
-        self._spans.append(
+        self._spans.add(
             Span("inline scorers", f"{kind} {self.name}", start_s, self._clock.now_s(), num_tokens)
         )

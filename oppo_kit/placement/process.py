@@ -31,6 +31,7 @@ from oppo_kit.errors import ConfigError, PartFailedError
 from oppo_kit.placement.messages import Results, rebuilt
 from oppo_kit.placement.worker import begin, closed_error, settle
 from oppo_kit.protocols import CallPer, Scorer, StreamingScorer
+from oppo_kit.telemetry.spans import SpanLog
 from oppo_kit.types import Rollout, RolloutKey, Score, Span
 
 # A child that has not gone by itself after this long is killed.
@@ -67,7 +68,7 @@ class ScoringProcess:
         self._lock = threading.Lock()
         self._is_closing = False
         self._failure: Exception | None = None
-        self._spans: list[Span] = []
+        self._spans = SpanLog()
         self._ready = threading.Event()
         with tempfile.TemporaryFile() as file:
             _write(scorers, file)
@@ -156,9 +157,7 @@ class ScoringProcess:
 
     def take_spans(self) -> list[Span]:
         """What the child did since anybody asked."""
-        with self._lock:
-            spans, self._spans = self._spans, []
-        return spans
+        return self._spans.take()
 
     def close(self) -> None:
         """End the child, whatever it is at; safe to call twice."""
@@ -200,8 +199,8 @@ class ScoringProcess:
         self._ready.set()
 
     def _take(self, results: Results) -> None:
+        self._spans.add(*results.spans)
         with self._lock:
-            self._spans += results.spans
             if results.failure is not None and self._failure is None:
                 self._failure = rebuilt(results.failure)
             done = [(self._futures.pop(index), score, failure) for index, score, failure in results.scores]

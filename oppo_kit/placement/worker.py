@@ -22,6 +22,7 @@ import torch
 from oppo_kit.errors import PartFailedError
 from oppo_kit.protocols import CallPer, Clock, Scorer, StreamingScorer
 from oppo_kit.telemetry.clock import MonotonicClock
+from oppo_kit.telemetry.spans import SpanLog
 from oppo_kit.types import Rollout, RolloutKey, Score, Span
 
 # What still runs then is left to itself: its thread does not keep the interpreter from ending.
@@ -73,7 +74,7 @@ class ScoringWorker:
         self._submissions: list[_Submission] = []
         self._feeds: dict[str, dict[RolloutKey, Rollout]] = {name: {} for name in scorers}
         self._failure: Exception | None = None
-        self._spans: list[Span] = []
+        self._spans = SpanLog()
         self._thread = threading.Thread(target=self._run, name=f"oppo-{lane}", daemon=True)
         self._thread.start()
 
@@ -125,9 +126,7 @@ class ScoringWorker:
 
     def take_spans(self) -> list[Span]:
         """What was done since the last call."""
-        with self._changed:
-            spans, self._spans = self._spans, []
-        return spans
+        return self._spans.take()
 
     def close(self) -> None:
         """Cancel what has not begun and wait some seconds for what runs; safe to call twice."""
@@ -216,8 +215,7 @@ class ScoringWorker:
         yield
         num_tokens = getattr(scorer, "num_tokens_read", 0) - before
         span = Span(self._lane, span_name, start_s, self._clock.now_s(), num_tokens)
-        with self._changed:
-            self._spans.append(span)
+        self._spans.add(span)
 
     def _die(self, error: BaseException) -> None:
         failure = PartFailedError(f"the thread of the {self._lane} ended: {error!r}")

@@ -6,9 +6,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from oppo_kit.protocols import Clock
+from oppo_kit.telemetry.spans import ACTOR_LANE, SpanLog
 from oppo_kit.types import Span
-
-LANE = "actor"
 
 
 class Stopwatch:
@@ -23,7 +22,7 @@ class Stopwatch:
         self._clock = clock
         self._start_s: float | None = None
         self._seconds = dict.fromkeys(stages, 0.0)
-        self._spans: list[Span] = []
+        self._spans = SpanLog()
 
     def now_s(self) -> float:
         """The clock's reading."""
@@ -32,7 +31,7 @@ class Stopwatch:
     def start_step(self) -> None:
         """Begin a step, which has nothing of what was measured between two; no effect inside one."""
         if self._start_s is None:
-            self._spans = []
+            self._spans.take()
             self._seconds = dict.fromkeys(self._seconds, 0.0)
             self._start_s = self._clock.now_s()
 
@@ -46,7 +45,7 @@ class Stopwatch:
             stop_s = self._clock.now_s()
             inner_s = sum(self._seconds.values()) - before_s
             self._seconds[stage] += stop_s - start_s - inner_s
-            self._spans.append(Span(LANE, stage, start_s, stop_s))
+            self._spans.add(Span(ACTOR_LANE, stage, start_s, stop_s))
 
     def reset(self) -> None:
         """Drop what was measured of a step that is given up."""
@@ -55,8 +54,7 @@ class Stopwatch:
 
     def take_spans(self) -> list[Span]:
         """The blocks that were measured since the last call, by their end."""
-        spans, self._spans = self._spans, []
-        return spans
+        return self._spans.take()
 
     def stop_step(self) -> dict[str, float]:
         """``step_s``, one ``<stage>_s`` each, and ``engine_s``, the rest; starts afresh."""

@@ -10,6 +10,7 @@ import numpy
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from saved_controllers import whole_and_resumed
 
 from oppo_kit.engine.controllers.chunk import (
     LENGTH_STEPS,
@@ -266,14 +267,7 @@ def test_any_costs_give_a_candidate_and_a_saved_state_goes_on_the_same(
     def create() -> ChunkController:
         return create_chunk_controller(kind, plan=candidates[-1], candidates=candidates)
 
-    whole, resumed = create(), create()
-    for step, outcome in enumerate(outcomes):
-        if step == cut:
-            state = json.loads(json.dumps(resumed.state_dict(), allow_nan=False))
-            resumed = create()
-            resumed.load_state_dict(state)
-        for controller in (whole, resumed):
-            controller.observe(*outcome)
+    for whole, resumed in whole_and_resumed(create, outcomes, cut):
         assert whole.plan in candidates
         assert resumed.plan == whole.plan
 

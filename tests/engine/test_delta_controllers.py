@@ -9,6 +9,7 @@ import numpy
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from saved_controllers import whole_and_resumed
 
 from oppo_kit.engine.controllers.delta import (
     COOLDOWN_STEPS,
@@ -280,15 +281,8 @@ def test_any_rewards_keep_delta_in_its_bounds_and_a_saved_state_goes_on_the_same
     def create() -> DeltaController:
         return create_delta_controller(kind, delta_max=delta_min + spread, delta_min=delta_min)
 
-    whole, resumed = create(), create()
-    assert whole.delta == delta_min + spread
-    for step, outcome in enumerate(outcomes):
-        if step == cut:
-            state = json.loads(json.dumps(resumed.state_dict(), allow_nan=False))
-            resumed = create()
-            resumed.load_state_dict(state)
-        for controller in (whole, resumed):
-            controller.observe(*outcome)
+    assert create().delta == delta_min + spread
+    for whole, resumed in whole_and_resumed(create, outcomes, cut):
         assert type(whole.delta) is int
         assert delta_min <= whole.delta <= delta_min + spread
         assert resumed.delta == whole.delta

@@ -7,8 +7,18 @@ import threading
 from typing import Any
 
 import pytest
-from child_scorers import Exiting, FailingFeed, Lengths, Raising, Short, Streaming, Tensors, Words, ended
-from tiny_models import VOCAB_SIZE, tiny_classifier
+from child_scorers import (
+    Exiting,
+    FailingFeed,
+    Lengths,
+    Raising,
+    Short,
+    Streaming,
+    Tensors,
+    Words,
+    ended,
+)
+from tiny_models import tiny_classifier, tiny_rollouts
 
 from oppo_kit.backends.hf_scorer import HFRewardScorer
 from oppo_kit.errors import NonFiniteError, PartFailedError
@@ -290,15 +300,7 @@ def test_functions_are_not_fed_and_keep_nothing() -> None:
 
 
 def test_a_model_scores_the_same_in_a_thread_and_from_chunks() -> None:
-    rollouts = [
-        Rollout(
-            RolloutKey(draw, 0),
-            Prompt(draw, tuple(range(1, 4 + draw)), 30),
-            token_ids=[(7 * i + draw) % VOCAB_SIZE for i in range(9 + 3 * draw)],
-            finish_reason="stop",
-        )
-        for draw in range(3)
-    ]
+    rollouts = tiny_rollouts()
     expected = results(InlinePlacement(HFRewardScorer(tiny_classifier())), rollouts)
     num_tokens = sum(len(rollout.prompt.token_ids) + len(rollout.token_ids) for rollout in rollouts)
     for placement in STREAMING_PLACEMENTS:

@@ -14,7 +14,7 @@ import pytest
 import torch
 from child_scorers import Lengths, Raising, Streaming, ended
 from process_handles import WAIT_S, Handles, placed, results
-from tiny_models import VOCAB_SIZE, tiny_classifier
+from tiny_models import tiny_classifier, tiny_rollouts
 
 from oppo_kit import errors
 from oppo_kit.backends.hf_scorer import HFRewardScorer
@@ -116,15 +116,7 @@ def test_what_was_fed_is_there_until_it_is_forgotten(handles: Handles) -> None:
 
 
 def test_a_model_scores_the_same_from_chunks(handles: Handles, folder: Path) -> None:
-    rollouts = [
-        Rollout(
-            RolloutKey(draw, 0),
-            Prompt(draw, tuple(range(1, 4 + draw)), 30),
-            token_ids=[(7 * i + draw) % VOCAB_SIZE for i in range(9 + 3 * draw)],
-            finish_reason="stop",
-        )
-        for draw in range(3)
-    ]
+    rollouts = tiny_rollouts()
     inline = InlinePlacement(HFRewardScorer(tiny_classifier()))
     expected = [future.result(0) for future in inline.submit(rollouts)]
     handle = handles["reward"]

@@ -292,3 +292,13 @@ def test_a_scorer_goes_by_the_name_that_it_was_placed_under() -> None:
     assert handle.name == "judge"
     assert results(handle, ended(2), ended(5)) == [3.0, 3.0]
     handle.close()
+
+
+@pytest.mark.timeout(60)
+def test_a_request_that_the_child_cannot_serve_fails_whoever_waits() -> None:
+    handle = placed(Lengths())["lengths"]
+    stranger = ProcessPlacement("nobody", Lengths(), handle._process)
+    [future] = stranger.submit([ended(1)])
+    with pytest.raises(PartFailedError, match="KeyError: 'nobody'"):
+        future.result(WAIT_S)
+    handle.close()

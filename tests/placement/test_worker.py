@@ -291,3 +291,37 @@ def test_a_thread_has_its_own_number_of_cpu_threads_and_the_callers_while_somebo
         assert torch.get_num_threads() == 3
     finally:
         torch.set_num_threads(before)
+
+
+def test_a_scorer_that_always_has_feeds_leaves_the_others_their_turn() -> None:
+    """The first one is handed new feeds while it works on its last."""
+    order: list[str] = []
+    done = threading.Event()
+
+    class Ordered(Streaming):
+        def __init__(self, name: str, worker: list[ScoringWorker]) -> None:
+            super().__init__()
+            self.name = name
+            self.worker = worker
+
+        def feed(self, rollouts: Any) -> None:
+            order.append(self.name)
+            if len(order) == 6:
+                done.set()
+            elif self.name == "first":
+                self.worker[0].feed("first", [live(len(order), 1)])
+            super().feed(rollouts)
+
+    gate, workers = Gated(), []
+    scorers = {"gated": gate, "first": Ordered("first", workers), "second": Ordered("second", workers)}
+    worker = ScoringWorker(scorers, lane="test")
+    workers.append(worker)
+    [held] = worker.submit("gated", [ended(0)])
+    assert gate.begun.wait(WAIT_S)
+    worker.feed("first", [live(0, 1)])
+    worker.feed("second", [live(0, 1)])
+    gate.release.set()
+    held.result(WAIT_S)
+    assert done.wait(WAIT_S)
+    worker.close()
+    assert order[:3] == ["first", "second", "first"]

@@ -28,6 +28,8 @@ from transformers import (
     Qwen3Config,
 )
 
+from oppo_kit.types import Prompt, Rollout, RolloutKey
+
 PAD_TEXT, BOS_TEXT, EOS_TEXT, UNK_TEXT = "<pad>", "<bos>", "<eos>", "<unk>"
 CHARACTERS = "abcdefghijklmnopqrstuvwxyz0123456789 .,:?!+-*/=()[]{}_'\"\n|"
 VOCABULARY = (PAD_TEXT, BOS_TEXT, EOS_TEXT, UNK_TEXT, *CHARACTERS)
@@ -168,3 +170,16 @@ def _build(auto_class: Any, config: PreTrainedConfig, seed: int, folder: Path | 
     if folder is not None:
         model.save_pretrained(folder)
     return model
+
+
+def tiny_rollouts() -> list[Rollout]:
+    """Ended rollouts of unequal prompts and responses."""
+    return [
+        Rollout(
+            RolloutKey(draw, 0),
+            Prompt(draw, tuple(range(1, 4 + draw)), 30),
+            token_ids=[(7 * i + draw) % VOCAB_SIZE for i in range(9 + 3 * draw)],
+            finish_reason="stop",
+        )
+        for draw in range(3)
+    ]

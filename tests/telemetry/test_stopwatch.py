@@ -40,3 +40,15 @@ def test_a_stage_that_raises_is_still_measured() -> None:
         clock.time_s += 5
         raise KeyError
     assert watch.stop_step()["score_s"] == 5.0
+
+
+def test_what_is_measured_between_two_steps_belongs_to_none() -> None:
+    clock = VirtualClock()
+    watch = Stopwatch(clock, stages=("train",))
+    with watch.measure("train"):
+        clock.time_s += 7
+    watch.start_step()
+    with watch.measure("train"):
+        clock.time_s += 2
+    assert [(span.start_s, span.stop_s) for span in watch.take_spans()] == [(7.0, 9.0)]
+    assert watch.stop_step() == {"step_s": 2.0, "train_s": 2.0, "engine_s": 0.0}
