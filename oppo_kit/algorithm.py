@@ -12,6 +12,7 @@ from typing import ClassVar
 from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor
 
+from oppo_kit.protocols import State
 from oppo_kit.types import (
     Group,
     MicroBatch,
@@ -41,6 +42,7 @@ class AlgorithmBase(ABC):
     scorers: frozenset[str] = frozenset({"reward"})
     needs_critic: bool = False
     needs_proximal: bool = False
+    needs_whole_groups: bool = False
 
     def __init__(self, config: AlgorithmConfig) -> None:
         self.config = config
@@ -62,6 +64,13 @@ class AlgorithmBase(ABC):
     @abstractmethod
     def loss(self, micro_batch: MicroBatch, outputs: PolicyOutputs) -> tuple[Tensor, dict[str, Tensor]]:
         """This micro-batch's addend of the step's loss and of metrics; see ``oppo_kit.protocols.Algorithm``."""
+
+    def state_dict(self) -> State:
+        """What a resumed run must know of this object: tensors and primitives; nothing, unless it learns or counts."""
+        return {}
+
+    def load_state_dict(self, state: State) -> None:
+        """Go on from ``state_dict``."""
 
     def on_chunk(self, chunks: Sequence[TokenChunk]) -> None:
         """After every decode call."""

@@ -82,7 +82,7 @@ class Scorer(Protocol):
     name: str
 
     def score(self, rollouts: Sequence[Rollout]) -> list[Score | None]:
-        """One score per rollout, in order; None abstains, and its group is rejected by the engine."""
+        """One score per rollout, in order; None abstains. A group is rejected without two scores, or its only one."""
 
 
 @runtime_checkable
@@ -131,6 +131,7 @@ class Algorithm(Protocol):
 
     ``scorers`` names the scores it needs: ``reward``, ``reference``. ``needs_critic``: there are values in the batch
     and the outputs. ``needs_proximal``: proximal log-probs follow the weights, else they are the behaviour log-probs.
+    ``needs_whole_groups``: the loss compares rollouts, so micro-batches hold groups, members side by side.
     """
 
     name: ClassVar[str]
@@ -138,6 +139,7 @@ class Algorithm(Protocol):
     scorers: frozenset[str]
     needs_critic: bool
     needs_proximal: bool
+    needs_whole_groups: bool
 
     @property
     def num_epochs(self) -> int:
@@ -152,6 +154,12 @@ class Algorithm(Protocol):
 
     def loss(self, micro_batch: MicroBatch, outputs: PolicyOutputs) -> tuple[Tensor, dict[str, Tensor]]:
         """Addends of the step's loss and of metrics: sums over rows or tokens divided by the step's totals."""
+
+    def state_dict(self) -> State:
+        """What a resumed run must know of it; empty for most."""
+
+    def load_state_dict(self, state: State) -> None:
+        """Go on from ``state_dict``."""
 
     # Hooks: after every decode call; when a group has ended; when B groups are scored; after the update.
     on_chunk: Callable[[Sequence[TokenChunk]], None]

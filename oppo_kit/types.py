@@ -204,7 +204,8 @@ class RolloutBatch:
         sampling_logprobs: [R, T] float32, zero past a row's end; see ``Rollout``.
         is_current: [R, T] bool, tokens that ``version`` sampled.
         is_stopped: [R] bool, True when the response ended by a stop token.
-        scores: by scorer name: [R] for a scalar, [R, T] (zero past the end) for one number a token.
+        scores: by scorer name: [R] for a scalar, [R, T] (zero past the end) for one number a token. A scalar is NaN
+            where the scorer abstained; every group of several rollouts has two that are not.
         values: [R, T] critic values before the update, zero past the end; None without a critic.
     """
 
@@ -278,11 +279,13 @@ class TrainBatch:
         rollouts: the batch it came from.
         tensors: by name, leading dimension R; [R, T] ones are cut to the micro-batch's longest row.
         metrics: plain numbers about the whole batch.
+        loss_mask: [R, T] bool, the tokens of the responses that the loss reads; None: all of them.
     """
 
     rollouts: RolloutBatch
     tensors: dict[str, Tensor]
     metrics: dict[str, float]
+    loss_mask: Tensor | None = None
 
 
 @dataclass(slots=True)
@@ -290,10 +293,10 @@ class MicroBatch:
     """Some rows of one optimizer step. Sums over micro-batches must not depend on the split.
 
     Attributes:
-        mask: [r, t] bool, the response's tokens.
+        mask: [r, t] bool, the tokens that the loss reads: the response's, but what ``TrainBatch.loss_mask`` leaves out.
         tensors: the algorithm's own tensors, cut to these rows.
-        num_step_tokens: response tokens of the whole optimizer step (all micro-batches, all processes).
-        num_step_rows: rows of the whole optimizer step.
+        num_step_tokens: tokens of the mask in the whole optimizer step (all micro-batches, all processes).
+        num_step_rows: rows of the whole optimizer step that have any, empty responses included.
     """
 
     mask: Tensor

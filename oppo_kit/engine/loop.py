@@ -19,11 +19,13 @@ from oppo_kit.config import OverlapConfig
 from oppo_kit.engine.adaptation import Adaptation
 from oppo_kit.engine.buffer import Ended, OvercommitBuffer
 from oppo_kit.engine.checks import check_settings
+from oppo_kit.engine.parts import named_failure
 from oppo_kit.engine.reporting import make_report
 from oppo_kit.engine.schedules import create_schedule
 from oppo_kit.engine.scoring import ScoringDesk
-from oppo_kit.engine.state import STATE_VERSION, pack_group, unpack_group
-from oppo_kit.errors import NonFiniteError, OppoError, PartFailedError, StateError
+from oppo_kit.engine.state import STATE_VERSION, check_state, pack_group, unpack_group
+from oppo_kit.engine.streaks import RejectedGroups, SkippedBatches
+from oppo_kit.errors import NonFiniteError, PartFailedError, StateError
 from oppo_kit.protocols import (
     Algorithm,
     Clock,
@@ -39,17 +41,14 @@ from oppo_kit.telemetry.stopwatch import Stopwatch
 from oppo_kit.types import Group, Rollout, RolloutBatch, RolloutKey, StepReport, TrainBatch
 
 NON_FINITE_LOSS = "non_finite"
-# Fewer in a row can be bad luck with a reward that often abstains.
-MIN_REJECTED_IN_A_ROW = 32
-# One batch can be an accident; a run whose every batch is skipped must not end as a success.
-MAX_SKIPPED_IN_A_ROW = 3
 
 
 class OverlapEngine:
     """Trains ``num_steps`` batches of B groups with B + Δ in the air.
 
     ``run()`` is the whole loop. For a loop of one's own: ``batch = engine.collect()`` and
-    ``report = engine.step(batch)``, in turn, ``num_steps`` times.
+    ``report = engine.step(batch)``, in turn, ``num_steps`` times; ``engine.commit(batch)`` instead of ``step`` where
+    the loop itself trains the policy.
 
     Args:
         algorithm: what is learned from a batch.
@@ -104,7 +103,8 @@ class OverlapEngine:
         self._tick = 0
         self._tokens_decoded = 0
         self._ticks_since_feed = 0
-        self._num_skipped_in_a_row = 0
+        self._skipped = SkippedBatches()
+        self._collected_s = 0.0
 
     @property
     def num_in_flight(self) -> int:
@@ -134,23 +134,14 @@ class OverlapEngine:
         self._schedule.delta = self._adaptation.delta
         self.generator.set_shared(self._adaptation.plan.score_at != "batch")
         self._admit(self._num_to_admit())
-        settled: set[int] = set()
-        num_rejected = 0
+        rejected = RejectedGroups(self.batch_size)
         while True:
             groups = self._decode_until_selectable()
-            rejections = self._settle(groups)
+            with self._part("score", "scorer", groups):
+                rejections = self._desk.settle(groups)
             if not rejections:
                 break
-            # Groups that an earlier round accepted say nothing about what the scorers do now.
-            fresh = {group.draw_id for group in groups} - settled
-            settled |= fresh
-            num_rejected = 0 if fresh - set(rejections) else num_rejected + len(rejections)
-            if num_rejected >= max(4 * self.batch_size, MIN_REJECTED_IN_A_ROW):
-                reasons = ", ".join(sorted(set(rejections.values())))
-                raise PartFailedError(
-                    f"the last {num_rejected} groups were all rejected ({reasons}); "
-                    "the reward must return a finite number for some responses; check it on one by hand"
-                )
+            rejected.count(groups, rejections)
             for group in groups:
                 if group.draw_id in rejections:
                     self._reject(group, rejections[group.draw_id])
@@ -164,6 +155,7 @@ class OverlapEngine:
         self._emit("selected", draws=[group.draw_id for group in groups], version=self.version)
         with self._part("train", f"hook on_batch of {self.algorithm.name!r}", groups):
             self.algorithm.on_batch(batch)
+        self._collected_s = self._stopwatch.now_s()
         return batch
 
     def step(self, batch: RolloutBatch) -> StepReport:
@@ -176,6 +168,33 @@ class OverlapEngine:
             PartFailedError: the learner or the generator failed.
             StateError: the batch was trained before, or belongs to another version.
         """
+        self._check_batch(batch)
+        with self._part("score", "scorer", batch.groups):
+            self._desk.before_update(self._buffer.groups)
+        with self._part("train", "learner", batch.groups):
+            train_batch = self.algorithm.prepare(batch)
+            metrics = self._update(train_batch)
+        return self._finish(batch, train_batch.metrics | metrics)
+
+    def commit(self, batch: RolloutBatch, *, has_new_weights: bool = True) -> StepReport:
+        """``step`` for a batch that the caller has trained, with the learner's policy: the algorithm is not asked.
+
+        Args:
+            batch: what ``collect`` returned last.
+            has_new_weights: False where no weight has changed since then, so that the version stays.
+
+        Raises:
+            PartFailedError: the generator failed.
+            StateError: the batch was trained before, or belongs to another version.
+        """
+        self._check_batch(batch)
+        self._stopwatch.add_since("train", self._collected_s)
+        self._buffer.take_trained(batch.groups)
+        if has_new_weights:
+            self._hand_over_weights()
+        return self._finish(batch, {}, is_trained=True)
+
+    def _check_batch(self, batch: RolloutBatch) -> None:
         if batch.version != self.version:
             raise StateError(
                 f"the batch was collected at version {batch.version}, the engine is at {self.version}; "
@@ -183,12 +202,13 @@ class OverlapEngine:
             )
         if not self._buffer.holds(batch.groups):
             raise StateError("the batch was trained or rejected before; call collect() for the next one")
-        with self._part("score", "scorer", batch.groups):
-            self._desk.before_update(self._buffer.groups)
-        with self._part("train", "learner", batch.groups):
-            train_batch = self.algorithm.prepare(batch)
-            metrics = self._update(train_batch)
-        report = self._report(batch, train_batch.metrics | metrics)
+
+    def _finish(
+        self, batch: RolloutBatch, metrics: dict[str, float], *, is_trained: bool | None = None
+    ) -> StepReport:
+        report = self._report(
+            batch, metrics, is_trained=self.version != batch.version if is_trained is None else is_trained
+        )
         self._emit("updated", version=self.version, step=report.step)
         with self._part("train", f"hook on_update of {self.algorithm.name!r}", batch.groups):
             self.algorithm.on_update(report)
@@ -220,6 +240,7 @@ class OverlapEngine:
             "num_trained": self._buffer.num_trained,
             "rejected": dict(self._buffer.rejected),
             "controllers": self._adaptation.state_dict(),
+            "algorithm": self.algorithm.state_dict(),
             "groups": [pack_group(group) for group in self._buffer.groups],
         }
 
@@ -229,19 +250,9 @@ class OverlapEngine:
         Raises:
             StateError: another format, B or group size, or damaged counts and rollouts.
         """
-        for field, expected in (
-            ("state_version", STATE_VERSION),
-            ("batch_size", self.batch_size),
-            ("group_size", self.algorithm.group_size),
-        ):
-            if state.get(field) != expected:
-                raise StateError(f"saved state has {field}={state.get(field)}, this engine has {expected}")
-        missing = sorted(set(self.state_dict()) - set(state))
-        if missing:
-            raise StateError(f"saved state lacks {missing}; it is damaged")
+        check_state(state, self.state_dict())
         groups = [unpack_group(packed) for packed in state["groups"]]
         before = self._buffer.groups
-        live = [rollout.key for rollout in self._buffer.live_rollouts]
         self._buffer.restore(
             groups,
             num_drawn=state["num_drawn"],
@@ -249,12 +260,14 @@ class OverlapEngine:
             rejected=state["rejected"],
         )
         self._adaptation.load_state_dict(state["controllers"])
-        self.generator.evict(live)
+        self.algorithm.load_state_dict(state["algorithm"])
+        self.generator.evict([rollout.key for group in before for rollout in group.rollouts])
         for group in before:
             self._desk.forget(group)
         self._desk.reset()
         self._stopwatch.reset()
-        self._tokens_decoded = self._ticks_since_feed = self._num_skipped_in_a_row = 0
+        self._tokens_decoded = self._ticks_since_feed = 0
+        self._skipped.reset()
         self.num_steps_done, self.version, self._tick = (
             state["num_steps_done"],
             state["version"],
@@ -329,10 +342,6 @@ class OverlapEngine:
             if live := self._buffer.live_rollouts:
                 self._desk.feed(live)
 
-    def _settle(self, groups: Sequence[Group]) -> dict[int, str]:
-        with self._part("score", "scorer", groups):
-            return self._desk.settle(groups)
-
     def _reject(self, group: Group, reason: str) -> None:
         self._desk.forget(group)
         self.generator.evict(self._buffer.reject(group, reason))
@@ -345,27 +354,25 @@ class OverlapEngine:
         except NonFiniteError as error:
             for group in groups:
                 self._reject(group, NON_FINITE_LOSS)
-            self._num_skipped_in_a_row += 1
-            if self._num_skipped_in_a_row >= MAX_SKIPPED_IN_A_ROW:
-                raise NonFiniteError(
-                    f"the loss was not finite in {self._num_skipped_in_a_row} steps in a row, so nothing is learned; "
-                    "lower the learning rate, and check the reward's scale and the critic"
-                ) from error
+            self._skipped.count(error)
             return {"oppo/skipped_non_finite": 1.0}
-        self._num_skipped_in_a_row = 0
+        self._skipped.reset()
         self._buffer.take_trained(groups)
+        self._hand_over_weights()
+        return metrics
+
+    def _hand_over_weights(self) -> None:
         self.version += 1
         with self._part("sync", "generator", ()):
             self.generator.load_weights(self.version)
-        return metrics
 
-    def _report(self, batch: RolloutBatch, metrics: dict[str, float]) -> StepReport:
+    def _report(self, batch: RolloutBatch, metrics: dict[str, float], *, is_trained: bool) -> StepReport:
         times = self._stopwatch.stop_step()
         report = make_report(
             batch,
             self._buffer,
             step=self.num_steps_done,
-            is_trained=self.version != batch.version,
+            is_trained=is_trained,
             delta=self._schedule.delta,
             plan=self._adaptation.plan,
             tokens_decoded=self._tokens_decoded,
@@ -380,17 +387,8 @@ class OverlapEngine:
 
     @contextmanager
     def _part(self, stage: str, part: str, groups: Sequence[Group]) -> Iterator[None]:
-        """Time a stage and turn whatever its part raises into an error of ours that names it."""
-        with self._stopwatch.measure(stage):
-            try:
-                yield
-            except OppoError:
-                raise
-            except Exception as error:
-                draws = f" on draws {[group.draw_id for group in groups]}" if groups else ""
-                raise PartFailedError(
-                    f"the {part} failed in step {self.num_steps_done}{draws}: {type(error).__name__}: {error}"
-                ) from error
+        with self._stopwatch.measure(stage), named_failure(part, self.num_steps_done, groups):
+            yield
 
     def _emit(self, kind: str, **facts: Any) -> None:
         for listener in self._listeners:

@@ -51,7 +51,7 @@ def make_report(
         age_max=max(ages),
         num_deferred=sum(group.admitted_step < step for group in batch.groups),
         trained_lengths=lengths,
-        reward_mean=None if rewards is None else float(rewards.mean()),
+        reward_mean=None if rewards is None else float(rewards.nanmean()),
         metrics=metrics | _kept_mass(batch),
         spans=sorted(spans, key=lambda span: span.start_s),
     )

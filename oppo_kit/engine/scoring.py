@@ -18,6 +18,8 @@ from oppo_kit.types import Group, Rollout, RolloutKey, Score, Span
 
 ABSTAINED = "abstained"
 NON_FINITE_SCORE = "non_finite_score"
+# Scores that a group of several responses needs: one alone compares with nothing.
+MIN_SCORES = 2
 FLOAT32_MAX = 3.4028234663852886e38
 # Between two looks at parts that nobody waits for: how long the death of one may go unheard.
 _LOOK_S = 0.5
@@ -141,12 +143,21 @@ class ScoringDesk:
         rejections: dict[int, str] = {}
         for group in groups:
             for name in self._handles:
-                for rollout in group.rollouts:
-                    future = self._pending.pop((rollout.key, name), None)
-                    reason = None if future is None else self._store(name, rollout, future)
-                    if reason:
-                        rejections.setdefault(group.draw_id, reason)
+                if reason := self._store_group(name, group):
+                    rejections.setdefault(group.draw_id, reason)
         return rejections
+
+    def _store_group(self, name: str, group: Group) -> str | None:
+        """Why the group cannot be trained: a score that is no number, or too few to compare."""
+        reason = None
+        for rollout in group.rollouts:
+            future = self._pending.pop((rollout.key, name), None)
+            if future is not None and not self._store(name, rollout, future):
+                reason = NON_FINITE_SCORE
+        num_scored = sum(not is_abstention(rollout.scores[name]) for rollout in group.rollouts)
+        if num_scored < min(MIN_SCORES, len(group.rollouts)):
+            reason = reason or f"{name}_{ABSTAINED}"
+        return reason
 
     def _submit(self, name: str, rollouts: Sequence[Rollout]) -> None:
         """Those that are neither scored nor submitted."""
@@ -177,12 +188,11 @@ class ScoringDesk:
         self._submit_together(name, rollouts)
         self._batches[name] = draws
 
-    def _store(self, name: str, rollout: Rollout, future: Future[Score | None]) -> str | None:
+    def _store(self, name: str, rollout: Rollout, future: Future[Score | None]) -> bool:
+        """Whether what the scorer says is finite; None, which says nothing, is kept as NaN."""
         score = self._result(name, rollout.key, future)
-        if score is None:
-            return f"{name}_{ABSTAINED}"
-        rollout.scores[name] = _checked(name, rollout, score)
-        return None if _is_finite(score) else NON_FINITE_SCORE
+        rollout.scores[name] = math.nan if score is None else _checked(name, rollout, score)
+        return score is None or _is_finite(score)
 
     def _result(self, name: str, key: RolloutKey, future: Future[Score | None]) -> Score | None:
         try:
@@ -220,6 +230,11 @@ def _checked(name: str, rollout: Rollout, score: Score) -> Score:
             )
         return score
     return float(score)
+
+
+def is_abstention(score: Score) -> bool:
+    """Whether a stored score stands for one that the scorer did not give."""
+    return isinstance(score, float) and math.isnan(score)
 
 
 def _is_finite(score: Score) -> bool:

@@ -2,12 +2,33 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from oppo_kit.errors import StateError
 from oppo_kit.types import Group, Prompt, Rollout, RolloutKey
 
-STATE_VERSION = 3
+STATE_VERSION = 4
+# What an engine that goes on from a state must have in common with the one that saved it.
+_IDENTITY = ("state_version", "batch_size", "group_size")
+
+
+def check_state(state: Mapping[str, Any], own: Mapping[str, Any]) -> None:
+    """Whether an engine can go on from a state.
+
+    Args:
+        state: the saved one.
+        own: that of the engine.
+
+    Raises:
+        StateError: it is of another format, B or group size, or something is missing.
+    """
+    for field in _IDENTITY:
+        if state.get(field) != own[field]:
+            raise StateError(f"saved state has {field}={state.get(field)}, this engine has {own[field]}")
+    missing = sorted(set(own) - set(state))
+    if missing:
+        raise StateError(f"saved state lacks {missing}; it is damaged")
 
 
 def pack_group(group: Group) -> dict[str, Any]:

@@ -99,7 +99,7 @@ class AccelerateLearner:
         if critic is None:
             raise ConfigError("the algorithm needs a critic, but the learner has none; pass critic=")
         values = torch.zeros_like(batch.behaviour_logprobs)
-        for indices in self._micro_batches(batch, list(range(batch.num_rows))):
+        for indices in self._micro_batches(batch, list(range(batch.num_rows)), rows_together=1):
             rows = self._rows(batch, indices)
             mask = rows.response_mask
             values[indices, : rows.num_response_tokens] = torch.where(
@@ -181,13 +181,14 @@ class AccelerateLearner:
 
         ``gaps``, if given, takes policy less behaviour log-probs.
         """
-        num_tokens = int(batch.rollouts.response_lengths[rows].sum())
+        num_tokens, num_rows = _step_totals(batch, rows)
         totals: dict[str, float] = {}
         losses: list[float] = []
         self._optimizer.zero_grad()
-        for indices in self._micro_batches(batch.rollouts, rows):
+        rows_together = batch.rollouts.group_size if algorithm.needs_whole_groups else 1
+        for indices in self._micro_batches(batch.rollouts, rows, rows_together=rows_together):
             padded = self._rows(batch.rollouts, indices)
-            micro_batch = self._micro_batch(batch, indices, padded, num_tokens, len(rows))
+            micro_batch = self._micro_batch(batch, indices, padded, num_tokens, num_rows)
             outputs = self._module(padded)
             if gaps is not None:
                 gaps.append(_behaviour_gap(batch.rollouts, indices, outputs.policy_logprobs))
@@ -229,11 +230,14 @@ class AccelerateLearner:
             if len(part)
         ]
 
-    def _micro_batches(self, batch: RolloutBatch, rows: list[int]) -> list[list[int]]:
+    def _micro_batches(self, batch: RolloutBatch, rows: list[int], *, rows_together: int) -> list[list[int]]:
+        """Row indices per forward pass; so many neighbours stay side by side, and count as long as the longest."""
         lengths = [len(batch.prompt_ids[row]) + int(batch.response_lengths[row]) for row in rows]
+        starts = range(0, len(rows), rows_together)
+        longest = [max(lengths[start : start + rows_together]) for start in starts]
         return [
-            [rows[index] for index in indices]
-            for indices in length_sorted_batches(lengths, self.config.micro_batch_tokens)
+            [row for unit in units for row in rows[unit * rows_together : (unit + 1) * rows_together]]
+            for units in length_sorted_batches(longest, self.config.micro_batch_tokens // rows_together)
         ]
 
     def _rows(self, batch: RolloutBatch, indices: list[int]) -> PaddedRows:
@@ -258,11 +262,20 @@ class AccelerateLearner:
             return chosen.to(self.accelerator.device)
 
         return MicroBatch(
-            mask=rows.response_mask,
+            mask=rows.response_mask if batch.loss_mask is None else cut(batch.loss_mask),
             tensors={name: cut(tensor) for name, tensor in batch.tensors.items()},
             num_step_tokens=num_tokens,
             num_step_rows=num_rows,
         )
+
+
+def _step_totals(batch: TrainBatch, rows: list[int]) -> tuple[int, int]:
+    """Tokens that the loss reads in these rows, and rows of which it reads all or some."""
+    lengths = batch.rollouts.response_lengths[rows]
+    if batch.loss_mask is None:
+        return int(lengths.sum()), len(rows)
+    num_read = batch.loss_mask[rows].sum(1)
+    return int(num_read.sum()), int(((num_read > 0) | (lengths == 0)).sum())
 
 
 class _Gap(NamedTuple):

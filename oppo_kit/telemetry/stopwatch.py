@@ -47,6 +47,12 @@ class Stopwatch:
             self._seconds[stage] += stop_s - start_s - inner_s
             self._spans.add(Span(ACTOR_LANE, stage, start_s, stop_s))
 
+    def add_since(self, stage: str, start_s: float) -> None:
+        """Add the time since then, in which nothing was measured, to a stage."""
+        stop_s = self._clock.now_s()
+        self._seconds[stage] += stop_s - start_s
+        self._spans.add(Span(ACTOR_LANE, stage, start_s, stop_s))
+
     def reset(self) -> None:
         """Drop what was measured of a step that is given up."""
         self.stop_step()

@@ -319,7 +319,7 @@ def test_more_mini_batches_than_groups_are_refused() -> None:
     ("change", "message"),
     [
         ({"batch_size": 5}, "saved state has batch_size=5, this engine has 2"),
-        ({"state_version": 0}, "saved state has state_version=0, this engine has 3"),
+        ({"state_version": 0}, "saved state has state_version=0, this engine has 4"),
         (
             {"num_trained": 1},
             "saved counts do not conserve: 3 drawn, but 1 trained \\+ 3 held \\+ 0 rejected = 4",
