@@ -22,6 +22,7 @@ Glossary (one word per idea, everywhere):
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
@@ -103,7 +104,7 @@ class Rollout:
         sampling_logprobs: see ``TokenChunk``; as behaviour without truncation.
         finish_reason: why it ended; None while live.
         end_tick: global tick of its last token.
-        scores: by scorer name.
+        scores: by scorer name; None where the scorer abstained.
     """
 
     key: RolloutKey
@@ -115,7 +116,7 @@ class Rollout:
     sampling_logprobs: list[float] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     end_tick: int | None = None
-    scores: dict[str, Score] = field(default_factory=dict)
+    scores: dict[str, Score | None] = field(default_factory=dict)
 
     @property
     def is_ended(self) -> bool:
@@ -280,12 +281,14 @@ class TrainBatch:
         tensors: by name, leading dimension R; [R, T] ones are cut to the micro-batch's longest row.
         metrics: plain numbers about the whole batch.
         loss_mask: [R, T] bool, the tokens of the responses that the loss reads; None: all of them.
+        row_mask: [R] bool, the rows that count; None: those of which the loss reads any token, and the empty.
     """
 
     rollouts: RolloutBatch
     tensors: dict[str, Tensor]
     metrics: dict[str, float]
     loss_mask: Tensor | None = None
+    row_mask: Tensor | None = None
 
 
 @dataclass(slots=True)
@@ -296,7 +299,7 @@ class MicroBatch:
         mask: [r, t] bool, the tokens that the loss reads: the response's, but what ``TrainBatch.loss_mask`` leaves out.
         tensors: the algorithm's own tensors, cut to these rows.
         num_step_tokens: tokens of the mask in the whole optimizer step (all micro-batches, all processes).
-        num_step_rows: rows of the whole optimizer step that have any, empty responses included.
+        num_step_rows: rows of the whole optimizer step that count; see ``TrainBatch.row_mask``.
     """
 
     mask: Tensor
@@ -394,7 +397,7 @@ def pad_rows(rows: Sequence[Sequence[float]], num_tokens: int, dtype: torch.dtyp
     return padded
 
 
-def _stack_scores(scores: Sequence[Score], num_tokens: int) -> Tensor:
+def _stack_scores(scores: Sequence[Score | None], num_tokens: int) -> Tensor:
     if isinstance(scores[0], list):
         return pad_rows([s for s in scores if isinstance(s, list)], num_tokens, torch.float32)
-    return torch.tensor(scores, dtype=torch.float32)
+    return torch.tensor([math.nan if score is None else score for score in scores], dtype=torch.float32)

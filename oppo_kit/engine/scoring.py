@@ -154,7 +154,7 @@ class ScoringDesk:
             future = self._pending.pop((rollout.key, name), None)
             if future is not None and not self._store(name, rollout, future):
                 reason = NON_FINITE_SCORE
-        num_scored = sum(not is_abstention(rollout.scores[name]) for rollout in group.rollouts)
+        num_scored = sum(rollout.scores[name] is not None for rollout in group.rollouts)
         if num_scored < min(MIN_SCORES, len(group.rollouts)):
             reason = reason or f"{name}_{ABSTAINED}"
         return reason
@@ -189,9 +189,9 @@ class ScoringDesk:
         self._batches[name] = draws
 
     def _store(self, name: str, rollout: Rollout, future: Future[Score | None]) -> bool:
-        """Whether what the scorer says is finite; None, which says nothing, is kept as NaN."""
+        """Whether what the scorer says is finite, or nothing."""
         score = self._result(name, rollout.key, future)
-        rollout.scores[name] = math.nan if score is None else _checked(name, rollout, score)
+        rollout.scores[name] = None if score is None else _checked(name, rollout, score)
         return score is None or _is_finite(score)
 
     def _result(self, name: str, key: RolloutKey, future: Future[Score | None]) -> Score | None:
@@ -230,11 +230,6 @@ def _checked(name: str, rollout: Rollout, score: Score) -> Score:
             )
         return score
     return float(score)
-
-
-def is_abstention(score: Score) -> bool:
-    """Whether a stored score stands for one that the scorer did not give."""
-    return isinstance(score, float) and math.isnan(score)
 
 
 def _is_finite(score: Score) -> bool:

@@ -88,6 +88,8 @@ class EngineMachine(RuleBasedStateMachine):
             draw = stable_hash(self.seed, rollout.key.draw_id, 77) % self.reject_one_in
             if draw == 0:
                 return None if rollout.key.draw_id % 2 else math.nan
+            if self.does_abstain(*rollout.key):
+                return None
         return float(len(rollout.token_ids))
 
     def make_engine(self, non_finite):
@@ -225,7 +227,14 @@ class EngineMachine(RuleBasedStateMachine):
         ]
 
     def is_rejected_by_score(self, draw_id: int) -> bool:
-        return bool(self.reject_one_in) and stable_hash(self.seed, draw_id, 77) % self.reject_one_in == 0
+        if not self.reject_one_in:
+            return False
+        num_scored = sum(not self.does_abstain(draw_id, sample) for sample in range(self.group_size))
+        is_bad_draw = stable_hash(self.seed, draw_id, 77) % self.reject_one_in == 0
+        return is_bad_draw or num_scored < min(2, self.group_size)
+
+    def does_abstain(self, draw_id: int, sample_index: int) -> bool:
+        return stable_hash(self.seed, draw_id, sample_index, 78) % 4 == 0
 
 
 TestEngineLaws = EngineMachine.TestCase
