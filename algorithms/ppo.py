@@ -10,6 +10,7 @@ Deviations from TRL 1.12's ``PPOTrainer``:
 - The critic's values past the end are 0 and its loss covers the response's tokens only; TRL adds one position.
 - Losses are means over all response tokens of an optimizer step, not means of micro-batch means.
 - ``missing_eos_penalty`` looks at whether the response ended by its stop set, not for the tokenizer's EOS.
+- ``correction`` is ours; TRL's responses are always fresh. The KL in the reward stays that of the behaviour policy.
 - The learning rate stands in the learner's config, ``response_length`` and ``temperature`` in the sampling config.
 """
 
@@ -23,6 +24,7 @@ from torch import Tensor
 
 from oppo_kit.algorithm import AlgorithmBase, AlgorithmConfig
 from oppo_kit.ops.advantages import generalised_advantages
+from oppo_kit.ops.corrections import WEIGHT_CAP, Correction, correct
 from oppo_kit.ops.kl import KLEstimator, kl_estimate
 from oppo_kit.ops.losses import clipped_surrogate, clipped_value_loss
 from oppo_kit.ops.masking import masked_sum, masked_whiten
@@ -51,6 +53,13 @@ class PPOConfig(AlgorithmConfig):
         ge=0,
         description="subtracted from the score of a response that its limit cut; null: none",
     )
+    correction: Correction = Field(
+        default="none",
+        description="for tokens of older policies; decoupled: clip near the newest, and weight",
+    )
+    weight_cap: float | None = Field(
+        default=WEIGHT_CAP, ge=1, description="largest weight of decoupled; null: no limit; 2 to 5"
+    )
 
     model_config = AlgorithmConfig.model_config | {"populate_by_name": True}
 
@@ -64,6 +73,10 @@ class PPO(AlgorithmBase):
     scorers = frozenset({"reward", "reference"})
     needs_critic = True
     config: PPOConfig
+
+    def __init__(self, config: PPOConfig) -> None:
+        super().__init__(config)
+        self.needs_proximal = self.needs_proximal or config.correction == "decoupled"
 
     def prepare(self, batch: RolloutBatch) -> TrainBatch:
         """Token rewards, advantages and returns; see ``token_rewards`` and ``generalised_advantages``."""
@@ -81,10 +94,12 @@ class PPO(AlgorithmBase):
         advantages, returns = generalised_advantages(
             rewards, values, mask, gamma=config.gamma, lam=config.lam
         )
+        anchor = correct(batch, config.correction, weight_cap=config.weight_cap)
         return TrainBatch(
             rollouts=batch,
             tensors={
-                "behaviour_logprobs": batch.behaviour_logprobs,
+                "anchor_logprobs": anchor.logprobs,
+                "correction_weights": anchor.weights,
                 "advantages": masked_whiten(advantages, mask),
                 "returns": returns,
                 "old_values": values,
@@ -93,11 +108,11 @@ class PPO(AlgorithmBase):
         )
 
     def loss(self, micro_batch: MicroBatch, outputs: PolicyOutputs) -> tuple[Tensor, dict[str, Tensor]]:
-        """Σ over tokens of (clipped surrogate + vf_coef · clipped value loss) / tokens of the step."""
+        """Σ over tokens of (w · clipped surrogate + vf_coef · clipped value loss) / tokens of the step."""
         tensors, mask, config = micro_batch.tensors, micro_batch.mask, self.config
         policy_losses, is_clipped = clipped_surrogate(
             outputs.policy_logprobs,
-            tensors["behaviour_logprobs"],
+            tensors["anchor_logprobs"],
             tensors["advantages"],
             cliprange=config.cliprange,
         )
@@ -111,9 +126,9 @@ class PPO(AlgorithmBase):
         def mean(values: Tensor) -> Tensor:
             return masked_sum(values, mask) / max(micro_batch.num_step_tokens, 1)
 
-        policy_loss, value_loss = mean(policy_losses), mean(value_losses)
+        policy_loss, value_loss = mean(tensors["correction_weights"] * policy_losses), mean(value_losses)
         with torch.no_grad():
-            log_ratio = outputs.policy_logprobs - tensors["behaviour_logprobs"]
+            log_ratio = outputs.policy_logprobs - tensors["anchor_logprobs"]
             metrics = {
                 "loss/policy_avg": policy_loss.detach(),
                 "loss/value_avg": value_loss.detach(),

@@ -25,17 +25,19 @@ from harness.measurement.bound import StageCosts, best_of, bound_of
 from harness.processes import run_in_process
 from harness.report import write_report
 from harness.runners.base import RunSpec
-from harness.runners.oppo import overlap_of
+from harness.runners.oppo import RUNGS, overlap_of
+from harness.runners.trl import TRAINERS, can_run
 from harness.schema import Environment, Result, Run, Runner, Workload
 from harness.statistics import fill_derived
 from harness.workloads.loading import Workload as LoadedWorkload
 from harness.workloads.loading import load_workload
 from oppo_kit.config import TrainConfig
 from oppo_kit.errors import ConfigError, UnknownNameError
-from oppo_kit.registry import load_algorithm_class
+from oppo_kit.registry import create_algorithm
 
 RUNNERS = {
-    "trl": "TRL 1.12's PPOTrainer on the same work, at its best fair settings",
+    "trl": "TRL's {trainer} on the same work, at its best fair settings",
+    "trl_continuous": "the same {trainer}, which generates by transformers' continuous batching",
     "sequential": "our backend without overlap: decode all B, score, train",
     "sample": "sequential, but each response is scored when it ends, while others are decoded",
     "chunk": "sequential, but scorers are fed chunks of every response while it is decoded",
@@ -50,6 +52,12 @@ DEFAULT_RUNNERS = {
 LADDER = "ladder"
 
 
+def describe_runner(name: str, algo: str) -> str:
+    """What a runner is, for this algorithm."""
+    trainer = TRAINERS[algo].name if algo in TRAINERS else "trainer"
+    return RUNNERS[name].format(trainer=trainer)
+
+
 def parse_placement(name: str) -> Placement:
     """A placement by its name.
 
@@ -61,13 +69,17 @@ def parse_placement(name: str) -> Placement:
     return "split" if name == "split" else "shared"
 
 
-def runner_names(text: str | None, placement: str) -> list[str]:
-    """Comma-separated names, ``ladder`` for all that the placement has, None for its default."""
-    if text is None:
-        return list(DEFAULT_RUNNERS[parse_placement(placement)])
+def runner_names(text: str | None, placement: str, algo: str = "ppo") -> list[str]:
+    """Comma-separated names, ``ladder`` for TRL and all rungs that the placement has, None for its default.
+
+    Where nobody named it, ``trl`` is left out for an algorithm that TRL has not.
+    """
+    if text not in (None, LADDER):
+        return text.split(",")
+    names = DEFAULT_RUNNERS[parse_placement(placement)]
     if text == LADDER:
-        return [name for name in RUNNERS if name != "trl" or placement == "shared"]
-    return text.split(",")
+        names = ("trl", *RUNGS) if placement == "shared" else tuple(RUNGS)
+    return [name for name in names if name != "trl" or can_run(name, algo)]
 
 
 @dataclass(frozen=True)
@@ -108,7 +120,10 @@ def run_bench(plan: BenchPlan, console: Console) -> Result:
         for name in plan.runners:
             calibration = {} if fixed else _calibrate(plan, name, progress)
             runners[name] = Runner(
-                name=name, description=RUNNERS[name], calibration_step_s=calibration, runs=[]
+                name=name,
+                description=describe_runner(name, plan.train.algo),
+                calibration_step_s=calibration,
+                runs=[],
             )
         for pair in range(plan.num_pairs):
             order = list(plan.runners) if pair % 2 == 0 else list(reversed(plan.runners))
@@ -129,6 +144,7 @@ def _check_plan(plan: BenchPlan) -> None:
             raise UnknownNameError("runner", name, RUNNERS)
     if not plan.runners:
         raise ConfigError(f"no runner was named; choose from {', '.join(RUNNERS)}")
+    _check_stock_runners(plan)
     overcommitted = [name for name in plan.runners if name in ("overcommit", "both")]
     if overcommitted and plan.train.overlap.delta == 0:
         raise ConfigError(
@@ -137,10 +153,6 @@ def _check_plan(plan: BenchPlan) -> None:
         )
     if plan.placement == "split":
         split_cores(plan.placement)
-        if "trl" in plan.runners:
-            raise ConfigError(
-                "runner 'trl' cannot split actor and scorers; leave it out, or use placement 'shared'"
-            )
         if plan.num_threads not in (None, 1):
             raise ConfigError(
                 f"placement 'split' gives the actor one core, so not {plan.num_threads} threads"
@@ -152,6 +164,20 @@ def _check_plan(plan: BenchPlan) -> None:
         )
 
 
+def _check_stock_runners(plan: BenchPlan) -> None:
+    for name in plan.runners:
+        if name in RUNGS:
+            continue
+        if plan.placement == "split":
+            raise ConfigError(
+                f"runner {name!r} cannot split actor and scorers; leave it out, or use placement 'shared'"
+            )
+        if not can_run(name, plan.train.algo):
+            raise ConfigError(
+                f"runner {name!r}: TRL has no such trainer of algorithm {plan.train.algo!r}; leave it out"
+            )
+
+
 def _check_rungs(plan: BenchPlan, loaded: LoadedWorkload) -> None:
     """Every rung's settings, before any of them has run for minutes."""
     if plan.placement == "split" and loaded.reward_path is None:
@@ -160,23 +186,23 @@ def _check_rungs(plan: BenchPlan, loaded: LoadedWorkload) -> None:
             "use a reward model, or placement 'shared'"
         )
     for name in plan.runners:
-        if name != "trl":
+        if name in RUNGS:
             overlap_of(_spec(plan, name, 0, 1))
 
 
 def _describe_workload(plan: BenchPlan, loaded: LoadedWorkload) -> Workload:
     train = plan.train
     held_out = json.dumps([list(prompt.token_ids) for prompt in loaded.eval_prompts])
-    needs_critic = load_algorithm_class(train.algo).needs_critic
+    algorithm = create_algorithm(train.algo, train.algo_config)
     return Workload(
         task=train.task if train.dataset is None else train.dataset,
         algorithm=train.algo,
         model=train.model,
         reward=train.reward or str(loaded.task.default_reward),
-        critic=_critic_of(train, loaded) if needs_critic else None,
+        critic=_critic_of(train, loaded) if algorithm.needs_critic else None,
         placement=plan.placement,
         batch_size=train.batch_size,
-        group_size=load_algorithm_class(train.algo).group_size,
+        group_size=algorithm.group_size,
         num_steps=train.num_steps,
         num_warmup_steps=plan.num_warmup_steps,
         response_length=train.sampling.response_length,

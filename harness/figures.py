@@ -31,6 +31,7 @@ from harness.timeline import timeline_figure
 
 RUNNER_COLOURS = {
     "trl": "#4d4d4d",
+    "trl_continuous": "#999999",
     "sequential": "#0072B2",
     "sample": "#56B4E9",
     "chunk": "#009E73",
@@ -38,7 +39,15 @@ RUNNER_COLOURS = {
     "overcommit": "#E69F00",
     "both": "#D55E00",
 }
-RUNNER_STYLES = {"trl": "--", "sequential": "-.", "sample": ":", "chunk": ":", "chunk_auto": ":", "both": "-"}
+RUNNER_STYLES = {
+    "trl": "--",
+    "trl_continuous": "--",
+    "sequential": "-.",
+    "sample": ":",
+    "chunk": ":",
+    "chunk_auto": ":",
+    "both": "-",
+}
 OTHER_COLOURS = ("#009E73", "#CC79A7", "#56B4E9")
 DOTS_PER_INCH = 130
 QUICK_NOTE = "smoke run: do not quote"

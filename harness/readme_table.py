@@ -102,9 +102,10 @@ def _row(result: Result, folder: str) -> list[str]:
     placement = (
         "" if work.placement == "shared" else f", placement {work.placement} (no speed-up over a normal loop)"
     )
+    size = f"B = {work.batch_size}" + (f" × {work.group_size}" if work.group_size > 1 else "")
     return [
         f"[{result.name}]({folder}/report.md)",
-        f"{work.algorithm}, {work.model}, B = {work.batch_size}, {work.num_steps} steps{placement}",
+        f"{work.algorithm}, {work.model}, {size}, {work.num_steps} steps{placement}",
         _machine(result),
         *(_ratio(result.ratios.get(name)) for name in HEADER[3:7]),
         _difference(result),

@@ -225,6 +225,11 @@ def load_result(path: Path) -> Result:
         StateError: it is missing, truncated, of another schema version, or a field does not fit.
     """
     file = path / "result.json" if path.is_dir() else path
+    if path.is_dir() and not file.exists() and (path / "steps.jsonl").exists():
+        raise StateError(
+            f"{path} is the folder of a training run, whose steps are in {path / 'steps.jsonl'}; reports are made of "
+            "what `oppo-kit bench` writes"
+        )
     try:
         text = file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:

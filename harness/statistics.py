@@ -28,7 +28,9 @@ from scipy import stats
 from harness.schema import Difference, Evaluation, Ratio, Result, Run, Runner, Step
 
 # From the slowest that one expects to the fastest: every ratio names the earlier one first.
-LADDER = ("trl", "sequential", "sample", "chunk", "chunk_auto", "overcommit", "both")
+LADDER = ("trl", "trl_continuous", "sequential", "sample", "chunk", "chunk_auto", "overcommit", "both")
+# What the other runners are held against, the first of them that ran.
+BASELINES = ("trl", "sequential")
 STAGES = ("generate", "score", "train", "sync", "engine")
 # Share of the baseline's gain that counts as "reached": the last tenth is mostly noise between evaluations.
 REWARD_GAIN_FRAC = 0.9
@@ -187,7 +189,7 @@ def s_per_response(run: Run, positions: range) -> float | None:
 
 def baseline_name(result: Result) -> str | None:
     """The runner that the others are held against: trl, else sequential, else none."""
-    return next((name for name in LADDER[:2] if name in result.runners and result.runners[name].runs), None)
+    return next((name for name in BASELINES if name in result.runners and result.runners[name].runs), None)
 
 
 def judged_by(result: Result) -> EvaluationField:
@@ -345,7 +347,7 @@ def accounted_groups(step: Step) -> int:
 def _rungs(result: Result) -> list[tuple[str, str]]:
     names = [name for name in LADDER if name in result.runners]
     steps = set(pairwise(names))
-    return [pair for pair in combinations(names, 2) if pair[0] in LADDER[:2] or pair in steps]
+    return [pair for pair in combinations(names, 2) if pair[0] in BASELINES or pair in steps]
 
 
 def _pair_ratio(result: Result, slow: Run, fast: Run, *, steady: bool) -> float | None:

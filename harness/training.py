@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import yaml
@@ -18,6 +19,7 @@ from transformers import set_seed
 from harness.environment import quieten_transformers
 from harness.folders import locked, write_atomically
 from harness.runners.oppo import make_engine
+from harness.training_summary import summary_lines
 from harness.workloads.loading import load_workload
 from oppo_kit.checkpoint import CHECKPOINT_NAME, load_checkpoint, save_checkpoint
 from oppo_kit.config import TrainConfig
@@ -28,6 +30,10 @@ from oppo_kit.types import StepReport
 
 CONFIG_NAME = "config.yaml"
 LOG_NAME = "steps.jsonl"
+# The progress shows the median of so many steps: single ones differ by their longest response.
+_SHOWN_STEPS = 10
+# Where there is no terminal to draw on, a run is told in so many lines.
+_NUM_PLAIN_LINES = 20
 
 
 def run_training(
@@ -65,19 +71,24 @@ def run_training(
         write_atomically(folder / CONFIG_NAME, yaml.safe_dump(train.model_dump(mode="json"), sort_keys=False))
         _drop_later_steps(folder / LOG_NAME, engine.num_steps_done)
         try:
-            _train(engine, folder, console, trackers, save_every)
+            reports = _train(engine, folder, console, trackers, save_every)
         except KeyboardInterrupt:
             console.print(_farewell(engine, folder), markup=False)
             raise
         finally:
             trackers.close()
         engine.learner.save_pretrained(folder / "model", workload.tokenizer)
+    for line in summary_lines(reports):
+        console.print(line, markup=False, highlight=False)
     return folder / "model"
 
 
 def _train(
     engine: OverlapEngine, folder: Path, console: Console, trackers: Trackers, save_every: int
-) -> None:
+) -> list[StepReport]:
+    """All remaining steps; returns their reports, without what grows with the tokens."""
+    reports: list[StepReport] = []
+    every = max(1, engine.num_steps // _NUM_PLAIN_LINES)
     columns = (
         TextColumn("{task.description}"),
         BarColumn(bar_width=24),
@@ -91,13 +102,20 @@ def _train(
             metrics = step_metrics(report)
             trackers.log(report.step, metrics)
             finite = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
-            log.write(json.dumps({"step": report.step, **finite}) + "\n")
+            log.write(json.dumps({"step": report.step, "oppo/score_at": report.score_at, **finite}) + "\n")
             log.flush()
+            reports.append(replace(report, spans=[], trained_lengths=[], metrics={}))
+            step_s = median(done.step_s for done in reports[-_SHOWN_STEPS:])
             reward = "" if report.reward_mean is None else f", reward {report.reward_mean:.3f}"
-            progress.update(bar, advance=1, note=f"{report.step_s:.2f} s/step{reward}")
+            progress.update(bar, advance=1, note=f"{step_s:.2f} s/step{reward}")
             is_last = engine.num_steps_done == engine.num_steps
+            if not console.is_terminal and (is_last or engine.num_steps_done % every == 0):
+                console.print(
+                    f"step {engine.num_steps_done} of {engine.num_steps}: {step_s:.2f} s/step{reward}"
+                )
             if is_last or (save_every and engine.num_steps_done % save_every == 0):
                 save_checkpoint(folder, engine)
+    return reports
 
 
 def _farewell(engine: OverlapEngine, folder: Path) -> str:
@@ -146,6 +164,11 @@ def _check_folder(folder: Path, train: TrainConfig, is_resumed: bool) -> None:
         )
         raise StateError(
             f"the run in {folder} has another configuration ({details}); resume with the saved one"
+            + (
+                ""
+                if different != ["num_steps"]
+                else f", or start a new run from it with --model {folder / 'model'}"
+            )
         )
 
 

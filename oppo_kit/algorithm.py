@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 from torch import Tensor
 
 from oppo_kit.protocols import State
@@ -24,6 +24,19 @@ from oppo_kit.types import (
 )
 
 
+def _at_least_two(num_generations: int) -> int:
+    if num_generations < 2:
+        raise ValueError(
+            "a response is compared with the others of its prompt, and without any its advantage would always be 0; "
+            "take 2 or more, 4 to 16 usually, or an algorithm with a critic, such as ppo"
+        )
+    return num_generations
+
+
+NumGenerations = Annotated[int, AfterValidator(_at_least_two)]
+"""G of an algorithm that compares the responses to one prompt."""
+
+
 class AlgorithmConfig(BaseModel):
     """Settings that every algorithm has; frozen, unknown keys refused."""
 
@@ -34,7 +47,11 @@ class AlgorithmConfig(BaseModel):
 
 
 class AlgorithmBase(ABC):
-    """Inherit, set the class attributes, write ``prepare`` and ``loss``; override hooks as needed."""
+    """Inherit, set the attributes, write ``prepare`` and ``loss``; override hooks as needed.
+
+    Attributes but ``name`` and ``config_class`` may be set in ``__init__``, from the config; what they mean stands in
+    ``oppo_kit.protocols.Algorithm``. The engine calls all methods from one thread; what one raises ends the step.
+    """
 
     name: ClassVar[str]
     config_class: ClassVar[type[AlgorithmConfig]] = AlgorithmConfig
@@ -73,13 +90,13 @@ class AlgorithmBase(ABC):
         """Go on from ``state_dict``."""
 
     def on_chunk(self, chunks: Sequence[TokenChunk]) -> None:
-        """After every decode call."""
+        """After every decode call, with a chunk for each live response; their tokens are taken already."""
 
     def on_complete(self, group: Group) -> None:
-        """A group has ended; it is not scored yet."""
+        """A group has ended: once per group, before it is scored, trained or rejected; to be read, not changed."""
 
     def on_batch(self, batch: RolloutBatch) -> None:
-        """B groups are selected and scored, before ``prepare``."""
+        """B groups are selected and scored, before ``prepare``; again if the engine collects again before it steps."""
 
     def on_update(self, report: StepReport) -> None:
-        """The weights were updated and handed to the generator."""
+        """After a step, weights handed over or the batch left out; what is added to ``report.metrics`` is logged."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -28,11 +28,10 @@ from oppo_kit.backends.sampler import Truncation
 from oppo_kit.config import LoraSettings, OverlapConfig, SamplingConfig, TrainConfig
 from oppo_kit.engine.loop import OverlapEngine
 from oppo_kit.errors import ConfigError
-from oppo_kit.learner.learner import AccelerateLearner
+from oppo_kit.learner.learner import AccelerateLearner, MakeOptimizers
 from oppo_kit.placement.functions import FunctionPlacement
-from oppo_kit.placement.inline import InlinePlacement
-from oppo_kit.placement.process import place_in_process
-from oppo_kit.placement.thread import ThreadPlacement, place_in_thread
+from oppo_kit.placement.placing import place, settle_placement
+from oppo_kit.placement.thread import ThreadPlacement
 from oppo_kit.protocols import EventListener, PromptSource, Scorer, ScorerHandle
 from oppo_kit.registry import create_algorithm
 
@@ -52,6 +51,8 @@ def build_engine(
     algorithm: AlgorithmBase | None = None,
     accelerator: Accelerator | None = None,
     listeners: Sequence[EventListener] = (),
+    reference: nn.Module | None = None,
+    make_optimizers: MakeOptimizers | None = None,
 ) -> OverlapEngine:
     """An engine on Hugging Face models.
 
@@ -68,19 +69,32 @@ def build_engine(
         algorithm: an instance instead of the one that ``config.algo`` names.
         accelerator: precision, device and trackers.
         listeners: called with every engine event.
+        reference: the reference policy, frozen here; None: the policy as it is now.
+        make_optimizers: see ``AccelerateLearner``.
 
     Raises:
         ConfigError: a setting or a combination that cannot work.
         ModelError: a model that cannot be served.
     """
     algorithm = algorithm or create_algorithm(config.algo, config.algo_config)
+    if algorithm.needs_proximal and config.overlap.carried_cache == "keep":
+        raise ConfigError(
+            f"{algorithm.name!r} corrects for staleness by what the newest policy says about carried tokens, and with "
+            "carried_cache 'keep' it never reads them; set overlap.carried_cache to 'recompute'"
+        )
     critic = critic if algorithm.needs_critic else None
+    if not isinstance(reward, nn.Module) and config.reward_input != "auto":
+        raise ConfigError(
+            f"reward_input is {config.reward_input!r}, and the reward is no model: a function is given text and ids "
+            "both; leave reward_input out"
+        )
     rendering = _rendering(config, tokenizer, reward_tokenizer, prompt_column)
     reader = reward if isinstance(reward, nn.Module) and isinstance(rendering, IdsRendering) else None
     check_vocab_sizes(causal_model(policy), reader, critic, tokenizer)
     if critic is not None:
         check_one_score(critic, "critic")
-    reference = frozen_reference(config, policy)
+    if reference is None:
+        reference = frozen_reference(config, policy)
     if config.actor_lora is not None:
         policy = add_adapter(policy, config.actor_lora)
     learner = AccelerateLearner(
@@ -91,7 +105,10 @@ def build_engine(
         num_steps=config.num_steps,
         seed=config.seed,
         accelerator=accelerator,
+        make_optimizers=make_optimizers,
     )
+    overlap = settle_placement(config.overlap, learner.accelerator.device)
+    config = config.model_copy(update={"overlap": overlap})
     generator = _make_generator(
         config, learner.policy, tokenizer, has_prefix_logprobs=algorithm.needs_proximal
     )
@@ -165,7 +182,7 @@ def _make_scorers(
             )
         for scorer in streamed:
             scorer.probe_streaming()
-    handles = dict(_place(models, overlap, device))
+    handles = dict(place(models, overlap, device))
     if "reward" in algorithm.scorers and not isinstance(reward, nn.Module):
         is_functions = isinstance(reward, FunctionScorer)
         handles["reward"] = (
@@ -174,23 +191,8 @@ def _make_scorers(
             else ThreadPlacement(reward)
         )
     if critic is not None:
-        handles |= _place({"critic": critic}, overlap, device)
+        handles |= place({"critic": critic}, overlap, device)
     return handles
-
-
-def _place(
-    models: Mapping[str, Scorer], overlap: OverlapConfig, device: torch.device
-) -> Mapping[str, ScorerHandle]:
-    if overlap.placement == "inline" or not models:
-        return {name: InlinePlacement(scorer) for name, scorer in models.items()}
-    if overlap.placement == "thread":
-        return place_in_thread(models, num_threads=overlap.scorer_threads)
-    return place_in_process(
-        models,
-        num_threads=overlap.scorer_threads,
-        cores=overlap.scorer_cores,
-        device=overlap.scorer_device or str(device),
-    )
 
 
 def _moved(model: nn.Module, overlap: OverlapConfig, device: torch.device) -> nn.Module:

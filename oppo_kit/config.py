@@ -41,7 +41,7 @@ class OverlapConfig(_Frozen):
     score_at: Literal["batch", "sample", "chunk", "auto"] = Field(
         default="batch",
         description="score when the batch is chosen, each response as it ends, chunk by chunk while it is decoded, or "
-        "whichever is measured to be fastest; chunk and auto need a placement other than inline to gain anything",
+        "whichever is measured to be fastest, which takes 12 to some 70 steps",
     )
     chunk_tokens: int = Field(
         default=32,
@@ -51,15 +51,17 @@ class OverlapConfig(_Frozen):
     chunk_candidates: tuple[int, ...] = Field(
         default=(32, 128),
         min_length=1,
-        description="chunk sizes that score_at auto tries, beside batch and sample; each costs three steps",
+        description="chunk sizes that score_at auto tries, beside batch and sample: each for three steps, and again, "
+        "up to four times, until one is known to be the fastest",
     )
     chunk_control: Literal["paper", "robust"] = Field(
         default="robust",
         description="how score_at auto chooses: paper tries each once every 50 steps; robust repeats and eliminates",
     )
-    placement: Literal["inline", "thread", "process"] = Field(
-        default="inline",
-        description="where reward model and reference run: in the engine's thread, a thread of their own, or a process",
+    placement: Literal["auto", "inline", "thread", "process"] = Field(
+        default="auto",
+        description="where reward model and reference run: in the engine's thread, where nothing overlaps, in a thread "
+        "of their own, or in a process; auto: inline with score_at batch, else a process on a CPU, a thread on a GPU",
     )
     scorer_threads: int = Field(
         default=1,
@@ -69,7 +71,7 @@ class OverlapConfig(_Frozen):
     decode_threads: int | None = Field(
         default=None,
         ge=1,
-        description="CPU threads of decoding in steps with scorers beside it, which have the other cores; null: all",
+        description="CPU threads of decoding in steps with scorers beside it; null: what they leave",
     )
     scorer_cores: tuple[int, ...] | None = Field(
         default=None, min_length=1, description="CPU cores that a scoring process is pinned to; null: all"
@@ -99,7 +101,7 @@ class OverlapConfig(_Frozen):
     def _streaming_fits(self) -> OverlapConfig:
         if any(tokens < 1 for tokens in self.chunk_candidates):
             raise ValueError(f"chunk_candidates={list(self.chunk_candidates)} must all be at least 1")
-        if self.scorer_cores is not None and self.placement != "process":
+        if self.scorer_cores is not None and self.placement not in ("auto", "process"):
             raise ValueError(
                 f"scorer_cores pins a process, but placement is {self.placement!r}; set placement to 'process'"
             )
@@ -107,7 +109,7 @@ class OverlapConfig(_Frozen):
             raise ValueError(
                 f"stream_critic feeds chunks, but score_at is {self.score_at!r}; set score_at to 'chunk' or 'auto'"
             )
-        if self.stream_critic and self.placement == "process":
+        if self.stream_critic and (self.placement == "process" or self.scorer_cores is not None):
             raise ValueError(
                 "stream_critic reads the critic under training, which a process cannot; set placement to 'thread'"
             )

@@ -36,7 +36,10 @@ from oppo_kit.types import (
 State = dict[str, Any]
 """Tensors and primitives, nested in dicts and lists, so that ``torch.load(weights_only=True)`` reads it."""
 
-CallPer = Literal["response", "group", "batch"]
+CallPer = Literal["response", "group", "batch"]  # a call holds any ended ones, whole groups, a step's B
+
+EventListener = Callable[[str, dict[str, Any]], None]
+"""Called with a kind (``admitted``, ``decoded``, ``ended``, ``selected``, ``rejected``, ``updated``) and facts."""
 
 
 class Clock(Protocol):
@@ -73,13 +76,10 @@ class Generator(Protocol):
 
 
 class Scorer(Protocol):
-    """Scores ended rollouts: a reward model, a reference policy, a Python function.
-
-    An attribute ``call_per`` may say what a call must hold: ``response`` (the default: any ended ones), ``group``
-    (whole ones) or ``batch`` (the B groups of a step); one ``follows_weights`` that an update makes its scores void.
-    """
+    """Scores ended rollouts: a reward model, a reference policy, a Python function."""
 
     name: str
+    # Optional: ``call_per: CallPer``, else "response"; ``follows_weights: bool``, whether an update voids its scores.
 
     def score(self, rollouts: Sequence[Rollout]) -> list[Score | None]:
         """One score per rollout, in order; None abstains. A group is rejected without two scores, or its only one."""
@@ -127,19 +127,14 @@ class ScorerHandle(Protocol):
 
 
 class Algorithm(Protocol):
-    """What is learned from a batch. ``oppo_kit.algorithm.AlgorithmBase`` has no-op hooks to inherit.
-
-    ``scorers`` names the scores it needs: ``reward``, ``reference``. ``needs_critic``: there are values in the batch
-    and the outputs. ``needs_proximal``: proximal log-probs follow the weights, else they are the behaviour log-probs.
-    ``needs_whole_groups``: the loss compares rollouts, so micro-batches hold groups, members side by side.
-    """
+    """What is learned from a batch. Inherit ``oppo_kit.algorithm.AlgorithmBase``; see ``algorithms/README.md``."""
 
     name: ClassVar[str]
     group_size: int
-    scorers: frozenset[str]
-    needs_critic: bool
-    needs_proximal: bool
-    needs_whole_groups: bool
+    scorers: frozenset[str]  # which scores it needs: ``reward``, ``reference``
+    needs_critic: bool  # there are values in the batch and the outputs
+    needs_proximal: bool  # proximal log-probs follow the weights, else they are the behaviour log-probs
+    needs_whole_groups: bool  # the loss compares rollouts, so micro-batches hold groups, members side by side
 
     @property
     def num_epochs(self) -> int:
@@ -156,12 +151,12 @@ class Algorithm(Protocol):
         """Addends of the step's loss and of metrics: sums over rows or tokens divided by the step's totals."""
 
     def state_dict(self) -> State:
-        """What a resumed run must know of it; empty for most."""
+        """What a resumed run must know of it; empty unless it learns or counts."""
 
     def load_state_dict(self, state: State) -> None:
         """Go on from ``state_dict``."""
 
-    # Hooks: after every decode call; when a group has ended; when B groups are scored; after the update.
+    # Hooks: after each decode call; when a group has ended; when B groups are scored, to be prepared; after ``update``.
     on_chunk: Callable[[Sequence[TokenChunk]], None]
     on_complete: Callable[[Group], None]
     on_batch: Callable[[RolloutBatch], None]
@@ -203,7 +198,3 @@ class Schedule(Protocol):
 
     def select(self, groups: Sequence[Group], batch_size: int, version: int, step: int) -> list[Group] | None:
         """The B groups to train, by draw id, or None while the step must wait."""
-
-
-EventListener = Callable[[str, dict[str, Any]], None]
-"""Called with a kind (``admitted``, ``decoded``, ``ended``, ``selected``, ``rejected``, ``updated``) and facts."""

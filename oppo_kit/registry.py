@@ -1,17 +1,17 @@
 """Finds algorithms by entry point; the built-in ones have no privilege over a third party's.
 
-Only the named algorithm is loaded; listing names loads none.
+Only the named algorithm is loaded; listing names loads none. A name that two packages register belongs to neither.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
-from oppo_kit.algorithm import AlgorithmBase
+from oppo_kit.algorithm import AlgorithmBase, AlgorithmConfig
 from oppo_kit.config import parse_config
-from oppo_kit.errors import ConfigError, UnknownNameError
+from oppo_kit.errors import ConfigError, OppoError, UnknownNameError
 
 ALGORITHM_GROUP = "oppo_kit.algorithms"
 
@@ -26,20 +26,23 @@ def load_algorithm_class(name: str) -> type[AlgorithmBase]:
 
     Raises:
         UnknownNameError: nobody registered it.
-        ConfigError: its package cannot be imported, or it is no AlgorithmBase.
+        ConfigError: two packages did, or what is registered cannot be imported or is no complete AlgorithmBase.
     """
     points = _entry_points()
     if name not in points:
         raise UnknownNameError("algorithm", name, points)
-    point = points[name]
+    point = _only(name, points[name])
     try:
         loaded = point.load()
-    except (ImportError, AttributeError) as error:
+    except OppoError:
+        raise
+    except Exception as error:
         raise ConfigError(
-            f"algorithm {name!r} ({point.value}) cannot be loaded: {error}; reinstall its package"
+            f"algorithm {name!r} of {_origin(point)} cannot be loaded: {type(error).__name__}: {error}; "
+            "correct or reinstall that package"
         ) from error
-    if not (isinstance(loaded, type) and issubclass(loaded, AlgorithmBase)):
-        raise ConfigError(f"algorithm {name!r} ({point.value}) is not a subclass of oppo_kit.AlgorithmBase")
+    if fault := _fault(name, loaded):
+        raise ConfigError(f"algorithm {name!r} of {_origin(point)} {fault}; correct that package")
     return loaded
 
 
@@ -55,5 +58,36 @@ def create_algorithm(name: str, settings: Mapping[str, Any]) -> AlgorithmBase:
     return algorithm_class(config)
 
 
-def _entry_points() -> dict[str, EntryPoint]:
-    return {point.name: point for point in entry_points(group=ALGORITHM_GROUP)}
+def _entry_points() -> dict[str, list[EntryPoint]]:
+    """By name; the same distribution found twice on the search path counts once."""
+    points: dict[str, list[EntryPoint]] = {}
+    for point in entry_points(group=ALGORITHM_GROUP):
+        points.setdefault(point.name, []).append(point)
+    return points
+
+
+def _only(name: str, points: Sequence[EntryPoint]) -> EntryPoint:
+    if len(points) > 1:
+        raise ConfigError(
+            f"algorithm {name!r} is registered by {' and '.join(sorted(map(_origin, points)))}; "
+            "uninstall one of them, or give its algorithm another name"
+        )
+    return points[0]
+
+
+def _origin(point: EntryPoint) -> str:
+    package = "an unnamed package" if point.dist is None else f"package {point.dist.name!r}"
+    return f"{package} ({point.value})"
+
+
+def _fault(name: str, loaded: Any) -> str | None:
+    """Why what an entry point names is no algorithm; None if it is one."""
+    if not (isinstance(loaded, type) and issubclass(loaded, AlgorithmBase)):
+        return "is not a subclass of oppo_kit.AlgorithmBase"
+    if missing := sorted(getattr(loaded, "__abstractmethods__", ())):
+        return f"has no {' and no '.join(missing)}"
+    if getattr(loaded, "name", None) != name:
+        return f"calls itself {getattr(loaded, 'name', None)!r}, where its entry point says {name!r}"
+    if not (isinstance(loaded.config_class, type) and issubclass(loaded.config_class, AlgorithmConfig)):
+        return "has a config_class that is not a subclass of oppo_kit.AlgorithmConfig"
+    return None

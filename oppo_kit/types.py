@@ -102,8 +102,7 @@ class Rollout:
         proximal_logprobs: their log-probs under the newest policy that has read them: as behaviour where nothing
             newer is recorded.
         sampling_logprobs: see ``TokenChunk``; as behaviour without truncation.
-        finish_reason: why it ended; None while live.
-        end_tick: global tick of its last token.
+        finish_reason, end_tick: why it ended, and the global tick of its last token; None while live.
         scores: by scorer name; None where the scorer abstained.
     """
 
@@ -153,8 +152,7 @@ class Group:
     """All rollouts of one draw; trained, carried and rejected as a whole.
 
     Attributes:
-        admitted_step: the step (0-based) that admitted it.
-        ended_step: the step in which its last response ended; None while in flight.
+        admitted_step, ended_step: the steps (0-based) that admitted it, and in which its last response ended, if any.
     """
 
     prompt: Prompt
@@ -329,8 +327,7 @@ class Span(NamedTuple):
     Attributes:
         lane: who did it: ``actor``, or the placement of a scorer.
         name: a stage of the step, or ``feed`` or ``score`` and the scorer's name.
-        start_s: monotonic seconds, the same clock in all processes of a machine.
-        stop_s: the same.
+        start_s, stop_s: monotonic seconds, the same clock in all processes of a machine.
         num_tokens: tokens that were read; 0 where nobody counts.
     """
 

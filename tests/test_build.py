@@ -13,7 +13,7 @@ from algorithms.ppo import PPO, PPOConfig
 from oppo_kit.backends.forward import response_logprobs
 from oppo_kit.backends.function_scorer import FunctionScorer
 from oppo_kit.checkpoint import CHECKPOINT_NAME, load_checkpoint, save_checkpoint
-from oppo_kit.errors import ModelError, StateError
+from oppo_kit.errors import ConfigError, ModelError, StateError
 from oppo_kit.ops.batching import pad_prompts_and_responses
 from oppo_kit.types import RolloutBatch
 
@@ -98,6 +98,14 @@ def test_the_proximal_logprobs_of_carried_tokens_are_those_of_the_weights_about_
             num_moved += int((moved & mask).sum())
             e.step(batch)
     assert num_moved > 10
+
+
+def test_a_correction_that_needs_what_a_kept_cache_never_says_is_refused() -> None:
+    algorithm = PPO(PPOConfig(num_ppo_epochs=1, correction="decoupled"))
+    with pytest.raises(
+        ConfigError, match="with carried_cache 'keep' it never reads them; set overlap.carried"
+    ):
+        make_engine(algorithm=algorithm, carried_cache="keep")
 
 
 def test_the_behaviour_gap_is_rounding_and_shows_a_generator_that_samples_something_else() -> None:

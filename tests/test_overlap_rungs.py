@@ -137,6 +137,12 @@ def test_another_vocabulary_is_refused_where_ids_are_asked_for() -> None:
         ConfigError, match="reward_input 'text' needs the reward model's tokenizer; pass reward_"
     ):
         make_engine(reward_input="text")
+    functions = FunctionScorer([reward_by_length], TOKENIZER)
+    for reward_input in ("text", "ids"):
+        with pytest.raises(
+            ConfigError, match=f"reward_input is '{reward_input}', and the reward is no model"
+        ):
+            make_engine(reward=functions, reward_input=reward_input)
 
 
 def test_a_lora_run_streams_too() -> None:
@@ -163,7 +169,10 @@ def test_a_reward_model_that_breaks_while_it_is_fed_ends_the_step() -> None:
     ("overlap", "message"),
     [
         ({"chunk_candidates": [0, 8]}, r"chunk_candidates=\[0, 8\] must all be at least 1"),
-        ({"scorer_cores": [1]}, "scorer_cores pins a process, but placement is 'inline'"),
+        (
+            {"scorer_cores": [1], "placement": "inline"},
+            "scorer_cores pins a process, but placement is 'inline'",
+        ),
         ({"stream_critic": True}, "stream_critic feeds chunks, but score_at is 'batch'"),
         (
             {"stream_critic": True, "score_at": "chunk", "placement": "process"},
@@ -178,7 +187,7 @@ def test_overlap_settings_that_contradict_each_other_are_refused(overlap, messag
 
 def test_the_defaults_stream_nothing() -> None:
     assert OverlapConfig().score_at == "batch"
-    assert OverlapConfig().placement == "inline"
+    assert OverlapConfig().placement == "auto"
 
 
 @pytest.mark.parametrize(

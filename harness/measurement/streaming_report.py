@@ -139,12 +139,12 @@ def sentence(results: Sequence[Streaming]) -> str:
     wins: list[str] = []
     num_slower = 0
     for result, case in judged:
-        ratios = {mode: paired_ratio(case, "sample", mode) for mode in CHUNK_MODES}
+        ratios = {mode: paired_ratio(case, "sample", mode) for mode in CHUNK_MODES if _has_fed(case, mode)}
         faster = {mode: ratio for mode, ratio in ratios.items() if ratio.is_above}
         if faster:
             best = max(faster, key=lambda mode: faster[mode].median)
             wins.append(f"{_case_name(result, case)}: {best}, {faster[best]} times as fast")
-        num_slower += all(ratio.is_below for ratio in ratios.values())
+        num_slower += bool(ratios) and all(ratio.is_below for ratio in ratios.values())
     num_sample = sum(paired_ratio(case, "batch", "sample").is_above for _, case in judged)
     num = len(judged)
     text = (
@@ -156,7 +156,31 @@ def sentence(results: Sequence[Streaming]) -> str:
     )
     return (
         f"{text} In {num_slower} of {num} every chunk size was slower in every round. Scoring each response when it "
-        f"ends was faster than scoring the whole batch in every round in {num_sample} of {num}.{left_out}"
+        f"ends was faster than scoring the whole batch in every round in {num_sample} of {num}."
+        f"{_noise(judged)}{left_out}"
+    )
+
+
+def _has_fed(case: Case, mode: str) -> bool:
+    """Whether any response was long enough for a chunk of this size."""
+    return any(run.mode == mode and run.tokens_prefetched for one in case.rounds for run in one.runs)
+
+
+def _noise(judged: Sequence[tuple[Streaming, Case]]) -> str:
+    """What chunks longer than every response, which are scoring at the end under another name, say of the others."""
+    idle = [
+        (mode, paired_ratio(case, "sample", mode))
+        for _, case in judged
+        for mode in CHUNK_MODES
+        if not _has_fed(case, mode)
+    ]
+    if not idle:
+        return ""
+    names = ", ".join(dict.fromkeys(mode for mode, _ in idle))
+    low, high = min(ratio.low for _, ratio in idle), max(ratio.high for _, ratio in idle)
+    return (
+        f" In {len(idle)} of them no response was long enough for {names}, which is then scoring each response when it "
+        f"ends: that it was {low:.2f} to {high:.2f} times as fast by round is noise."
     )
 
 

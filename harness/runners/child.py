@@ -71,7 +71,7 @@ def main(spec_file: Path, result_file: Path) -> None:
 
 def run_function(name: str) -> RunFunction:
     """The function behind a runner's name; only its module is imported."""
-    if name == "trl":
+    if name.startswith("trl"):
         from harness.runners.trl import run
 
         return run

@@ -6,16 +6,20 @@ All run the same backend, learner and algorithm; only when responses are scored 
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from harness.runners.base import Evaluate, OnStep, Outcome, RunSpec, make_function_scorer
 from harness.schema import Evaluation, Step, TimelineSpan
+from harness.workloads.base import get_task
 from harness.workloads.loading import Workload
 from oppo_kit.build import build_engine
 from oppo_kit.config import OverlapConfig, TrainConfig, parse_config
 from oppo_kit.engine.loop import OverlapEngine
+from oppo_kit.errors import ConfigError
+from oppo_kit.placement.placing import settle_placement
 from oppo_kit.registry import create_algorithm
 from oppo_kit.types import StepReport
 
@@ -40,21 +44,32 @@ def overlap_of(spec: RunSpec) -> OverlapConfig:
     own = spec.train.overlap
     changes: dict[str, Any] = {"score_at": "auto" if own.score_at == "batch" else own.score_at}
     changes |= RUNGS[spec.runner]
-    on_cpu = not torch.cuda.is_available()
     if changes["score_at"] == "batch":
         changes |= {"placement": "inline", "scorer_cores": None, "stream_critic": False}
-    else:
-        if own.placement == "inline":
-            changes["placement"] = "process" if on_cpu and not own.stream_critic else "thread"
-        if own.decode_threads is None and on_cpu:
-            changes["decode_threads"] = max(1, spec.num_threads - own.scorer_threads)
+    if not has_models_to_score(spec.train):
+        if changes["score_at"] in ("chunk", "auto") and spec.runner != "both":
+            raise ConfigError(
+                f"runner {spec.runner!r} has nobody to stream to: reward functions see whole responses; leave it out"
+            )
+        # Functions run in threads of their own, and need no core.
+        changes |= {"placement": "inline", "stream_critic": False}
+        changes["score_at"] = "batch" if changes["score_at"] == "batch" else "sample"
     if changes["score_at"] == "sample":
         changes["stream_critic"] = False
     if spec.cores is not None:
         changes |= {"placement": "process", "scorer_cores": spec.cores[1:], "stream_critic": False}
-    return parse_config(
+    overlap = parse_config(
         OverlapConfig, own.model_dump() | changes, source=f"overlap of runner {spec.runner!r}"
     )
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    return settle_placement(overlap, device, num_threads=spec.num_threads)
+
+
+def has_models_to_score(train: TrainConfig) -> bool:
+    """Whether a reward model or a reference scores responses, rather than functions alone."""
+    reward = train.reward or get_task(train.task).default_reward or ""
+    is_function = ":" in reward and not Path(reward).is_dir()
+    return not is_function or "reference" in create_algorithm(train.algo, train.algo_config).scorers
 
 
 def run(spec: RunSpec, workload: Workload, evaluate: Evaluate, on_step: OnStep) -> Outcome:

@@ -1,6 +1,6 @@
 """Measures a run of TRL's PPOTrainer from outside: timers around module globals, a callback between steps.
 
-It imports no TRL: the module and the trainer are handed in.
+It imports no TRL: the module and the trainer are handed in. ``Recorder`` is what the callbacks of all trainers share.
 
 ``generate_s`` is ``batch_generation``; ``score_s`` the reference, critic and reward forward passes of the
 rollout; ``train_s`` all the rest of the step, TRL's own housekeeping included. Evaluation is in no step.
@@ -80,7 +80,49 @@ def timed(module: Any, trainer: Any, meter: Meter) -> Iterator[None]:
 
 
 class Recorder(TrainerCallback):
-    """Makes a Step of every step of TRL's, and evaluates between steps."""
+    """Keeps the steps that a subclass makes of TRL's, and evaluates between them."""
+
+    def __init__(self, spec: RunSpec, evaluate: Evaluate, on_step: OnStep) -> None:
+        self.steps: list[Step] = []
+        self.evaluations: list[Evaluation] = []
+        self._spec = spec
+        self._evaluate = evaluate
+        self._on_step = on_step
+
+    def _evaluate_untrained(self, policy: nn.Module) -> None:
+        if self._spec.eval_every:
+            self._evaluate_policy(policy)
+
+    def _finish(self, step: Step, policy: nn.Module) -> None:
+        """Tell a step that is over, and evaluate where it is time to."""
+        self.steps.append(step)
+        self._on_step(step)
+        num_steps, eval_every = len(self.steps), self._spec.eval_every
+        if eval_every and (num_steps % eval_every == 0 or num_steps == self._spec.train.num_steps):
+            self._evaluate_policy(policy)
+
+    def _evaluate_policy(self, policy: nn.Module) -> None:
+        """Evaluate, and leave modes and random states as they were: how often changes no training."""
+        modes = [(part, part.training) for part in policy.modules()]
+        python_state, numpy_state = random.getstate(), np.random.get_state()
+        try:
+            with torch.random.fork_rng(), torch.no_grad():
+                evaluation = self._evaluate(
+                    policy,
+                    step=len(self.steps),
+                    elapsed_train_s=sum(step.step_s for step in self.steps),
+                    responses_trained=sum(step.responses_trained for step in self.steps),
+                )
+        finally:
+            random.setstate(python_state)
+            np.random.set_state(numpy_state)
+            for part, mode in modes:
+                part.training = mode
+        self.evaluations.append(evaluation)
+
+
+class PPORecorder(Recorder):
+    """Makes a Step of every step of TRL's PPO."""
 
     pad_token_id: int
     can_sample_pad: bool = True
@@ -93,36 +135,24 @@ class Recorder(TrainerCallback):
         on_step: OnStep,
         meter: Meter,
     ) -> None:
-        self.steps: list[Step] = []
-        self.evaluations: list[Evaluation] = []
-        self._spec = spec
+        super().__init__(spec, evaluate, on_step)
         self._stop_token_ids = stop_token_ids
-        self._evaluate = evaluate
-        self._on_step = on_step
         self._meter = meter
         self._logs: dict[str, float | None] = {}
         self._started_s = 0.0
 
     def on_train_begin(self, *_: Any, **kwargs: Any) -> None:
         """Evaluate the untrained policy and start the first step."""
-        if self._spec.eval_every:
-            self._evaluate_policy(kwargs["model"].policy)
+        self._evaluate_untrained(kwargs["model"].policy)
         self._start_step()
 
     def on_log(self, *_: Any, **kwargs: Any) -> None:
         """Keep what TRL says about the step."""
-        self._logs = {
-            name: float(value) if math.isfinite(value) else None for name, value in kwargs["logs"].items()
-        }
+        self._logs = finite_logs(kwargs["logs"])
 
     def on_step_end(self, *_: Any, **kwargs: Any) -> None:
         """Read the clock first; all that follows is outside the step."""
-        step = self._make_step(self._meter.clock() - self._started_s)
-        self.steps.append(step)
-        self._on_step(step)
-        num_steps, eval_every = len(self.steps), self._spec.eval_every
-        if eval_every and (num_steps % eval_every == 0 or num_steps == self._spec.train.num_steps):
-            self._evaluate_policy(kwargs["model"].policy)
+        self._finish(self._make_step(self._meter.clock() - self._started_s), kwargs["model"].policy)
         self._start_step()
 
     def _start_step(self) -> None:
@@ -159,24 +189,13 @@ class Recorder(TrainerCallback):
             metrics=self._logs,
         )
 
-    def _evaluate_policy(self, policy: nn.Module) -> None:
-        """Evaluate, and leave modes and random states as they were: how often changes no training."""
-        modes = [(part, part.training) for part in policy.modules()]
-        python_state, numpy_state = random.getstate(), np.random.get_state()
-        try:
-            with torch.random.fork_rng(), torch.no_grad():
-                evaluation = self._evaluate(
-                    policy,
-                    step=len(self.steps),
-                    elapsed_train_s=sum(step.step_s for step in self.steps),
-                    responses_trained=len(self.steps) * self._spec.train.batch_size,
-                )
-        finally:
-            random.setstate(python_state)
-            np.random.set_state(numpy_state)
-            for part, mode in modes:
-                part.training = mode
-        self.evaluations.append(evaluation)
+
+def finite_logs(logs: dict[str, float | None]) -> dict[str, float | None]:
+    """What TRL logged, with None for what is not finite."""
+    return {
+        name: float(value) if value is not None and math.isfinite(value) else None
+        for name, value in logs.items()
+    }
 
 
 def row_lengths(

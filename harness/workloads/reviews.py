@@ -102,8 +102,14 @@ class ReviewsTask:
             "learner": {"learning_rate": 1e-5, "lr_scheduler_type": "constant", "max_grad_norm": None},
         }
     )
+    # Sixteen responses a step where they are compared with each other: a step of minutes on a CPU.
     algorithm_overrides: Mapping[str, Mapping[str, Any]] = MappingProxyType(
-        {"ppo": {"algo_config": {"num_ppo_epochs": 1, "num_mini_batches": 1, "kl_coef": 0.02}}}
+        {
+            "ppo": {"algo_config": {"num_ppo_epochs": 1, "num_mini_batches": 1, "kl_coef": 0.02}},
+            "grpo": {"batch_size": 4, "algo_config": {"num_generations": 4}},
+            "rloo": {"batch_size": 4, "algo_config": {"num_generations": 4, "beta": 0.02}},
+            "online_dpo": {"batch_size": 8},
+        }
     )
 
     def train_rows(self, seed: int) -> list[Row]:

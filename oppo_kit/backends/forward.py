@@ -20,6 +20,8 @@ from oppo_kit.ops.logprobs import token_logprobs
 # Two forwards of one float32 model through other kernels differ by rounding only; half precision by its epsilon.
 _PROBE_TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-6}
 _PROBE_TOLERANCE_HALF = 0.1
+# What reading a model can raise when it is built otherwise.
+_PROBE_ERRORS = (AttributeError, TypeError, ValueError, RuntimeError, IndexError, NotImplementedError)
 
 
 def causal_model(policy: nn.Module) -> PreTrainedModel:
@@ -40,6 +42,22 @@ def causal_model(policy: nn.Module) -> PreTrainedModel:
             "can be trained: load one with AutoModelForCausalLM"
         )
     return model
+
+
+def context_tokens(config: Any) -> int | None:
+    """Positions that a model can be read at; None when its config does not say.
+
+    Beyond ``original_max_position_embeddings``, rotary factors of the type LongRoPE change for all rows of a pass, so
+    that a row's numbers would depend on its neighbours, and what was cached before would no longer fit.
+    """
+    text_config = config.get_text_config()
+    limits = [getattr(text_config, "max_position_embeddings", None)]
+    rope = getattr(text_config, "rope_parameters", None) or {}
+    if rope.get("rope_type") == "longrope":
+        original = getattr(text_config, "original_max_position_embeddings", None)
+        limits.append(rope.get("original_max_position_embeddings") or original)
+    known = [limit for limit in limits if isinstance(limit, int) and limit > 0]
+    return min(known, default=None)
 
 
 def cache_keyword(model: nn.Module) -> str:
@@ -107,22 +125,49 @@ def score_head(classifier: nn.Module) -> nn.Module:
 
 
 def check_one_score(classifier: nn.Module, role: str) -> None:
-    """A reward model or critic has a backbone and a head that gives one number per position.
+    """A reward model or critic has a backbone and a head that gives one number per position, whatever follows it.
 
     Args:
         classifier: a sequence classifier.
         role: what it is used as, for the error.
 
     Raises:
-        ModelError: it lacks one, or its head gives several numbers.
+        ModelError: it lacks one, its head gives several numbers, or padding behind a row changes them.
     """
-    classifier_backbone(classifier)
+    _probe_padding(classifier, role)
     num_labels = getattr(score_head(classifier), "out_features", 1)
     if num_labels != 1:
         raise ModelError(
             f"the {role} ({type(classifier).__name__}) gives {num_labels} scores per position, but one is needed; "
             "load it with num_labels=1, from a checkpoint trained with one label"
         )
+
+
+@torch.no_grad()
+def _probe_padding(classifier: nn.Module, role: str) -> None:
+    """Compare the last hidden state of a short row alone with the same beside a longer one."""
+    backbone: Any = classifier_backbone(classifier)
+    parameter = next(backbone.parameters())
+    input_ids = torch.arange(7, device=parameter.device)[None, :] * 5 % _vocab_size(classifier)
+    try:
+        expected = backbone(input_ids=input_ids[:, :4], use_cache=False).last_hidden_state[0, -1].float()
+        actual = backbone(input_ids=input_ids, use_cache=False).last_hidden_state[0, 3].float()
+    except _PROBE_ERRORS as error:
+        raise ModelError(
+            f"the {role} ({type(classifier).__name__}) cannot be read as a decoder: {type(error).__name__}: {error}; "
+            "load a decoder with AutoModelForSequenceClassification and num_labels=1"
+        ) from error
+    gap = float((actual - expected).square().mean().sqrt()) / max(float(expected.std()), 1e-3)
+    if not gap <= _PROBE_TOLERANCE.get(parameter.dtype, _PROBE_TOLERANCE_HALF) and expected.isfinite().all():
+        raise ModelError(
+            f"the {role} ({type(classifier).__name__}) is no causal decoder: its last hidden state differs "
+            f"by {gap:.2g} standard deviations when padding follows, so that scores depend on the other rows; use a "
+            "decoder whose tokens see nothing behind them"
+        )
+
+
+def _vocab_size(model: Any) -> int:
+    return model.config.get_text_config().vocab_size
 
 
 def logits_head(model: PreTrainedModel) -> Callable[[Tensor], Tensor]:
@@ -165,8 +210,14 @@ def probe_causal_model(policy: nn.Module) -> None:
             f"the logits of {type(model).__name__} are not finite, so it cannot be trained; its weights hold NaN or "
             f"infinities, or overflow in {expected.dtype}: pass an undamaged checkpoint, or float32 or bfloat16"
         )
-    hidden = model.base_model(input_ids=input_ids, use_cache=False).last_hidden_state
-    actual = logits_head(model)(hidden)
+    try:
+        hidden = model.base_model(input_ids=input_ids, use_cache=False).last_hidden_state
+        actual = logits_head(model)(hidden)
+    except _PROBE_ERRORS as error:
+        raise ModelError(
+            f"{type(model).__name__} cannot be trained: its backbone and output head cannot be read apart "
+            f"({type(error).__name__}: {error}); use a decoder whose logits follow from its last hidden state"
+        ) from error
     scale = max(float(expected[mask].float().std()), 1e-3)
     # The worst position's root mean square. The largest difference says little: between two attention kernels, the
     # logits of 36 layers in bfloat16 differ by 0.04 standard deviations like this, and by 0.26 at the worst of 10^6.

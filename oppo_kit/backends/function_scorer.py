@@ -15,6 +15,7 @@ import inspect
 import os
 import sys
 import threading
+import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, get_args
@@ -81,7 +82,7 @@ class FunctionScorer:
 
         Raises:
             PartFailedError: a function raised or called ``sys.exit``.
-            RewardError: a function returned another number of results, or something that is no number.
+            RewardError: a function returned another number of results, or something that is no number, or raised it.
         """
         if not rollouts:
             return []
@@ -182,9 +183,16 @@ def _call(
         results = function(**own)
         if inspect.isawaitable(results):
             results = _run(results)
-    # An exit would end the training as if it were complete; a cancelled task is no Exception.
-    except (Exception, SystemExit, asyncio.CancelledError) as error:
-        raise PartFailedError(f"reward function {name!r} raised {error!r} on draws {draw_ids}") from error
+    except RewardError:  # of a function that checks whom it asks, such as that of a judge
+        raise
+    except BaseException as error:
+        # An exit would end the training as if it were complete; an interrupt is the user's in the main thread only.
+        if isinstance(error, KeyboardInterrupt) and threading.current_thread() is threading.main_thread():
+            raise
+        words, place = _told(error)
+        raise PartFailedError(
+            f"reward function {name!r} raised {words} on draws {draw_ids}{place}"
+        ) from error
     if hasattr(results, "tolist"):
         results = results.tolist()
     expected = (
@@ -195,6 +203,16 @@ def _call(
     if len(results) != len(rollouts):
         raise RewardError(f"{expected}, but returned {len(results)}; nothing is broadcast")
     return [_number(value, name, rollout) for value, rollout in zip(results, rollouts, strict=True)]
+
+
+def _told(error: BaseException) -> tuple[str, str]:
+    """What was raised, and the line that raised it."""
+    try:
+        words = repr(error)
+    except Exception:
+        words = type(error).__name__
+    frames = traceback.extract_tb(error.__traceback__)
+    return words, f" ({frames[-1].filename}, line {frames[-1].lineno})" if frames else ""
 
 
 def _own(value: Any) -> Any:

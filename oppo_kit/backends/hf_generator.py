@@ -16,7 +16,13 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from oppo_kit.backends.forward import cache_keyword, causal_model, logits_head, response_logprobs
+from oppo_kit.backends.forward import (
+    cache_keyword,
+    causal_model,
+    context_tokens,
+    logits_head,
+    response_logprobs,
+)
 from oppo_kit.backends.inference_patches import PackedLinears, fuse_norms
 from oppo_kit.backends.live_row import LiveRow
 from oppo_kit.backends.ragged_attention import use_ragged_attention
@@ -53,6 +59,7 @@ class HFGenerator:
         stop_token_ids: a sampled one ends its response and belongs to it.
         seed: of the sampling noise.
         device: where to decode; None: where the policy is.
+        dtype: of the copy's weights; None: the policy's.
         truncation: which tokens may be drawn; behaviour log-probs stay those of the full vocabulary.
         carried_cache: what an update does to the keys and values of live responses. ``keep`` saves their prefill, and
             the log-probs of what follows are those of no single policy.
@@ -75,6 +82,7 @@ class HFGenerator:
         stop_token_ids: Sequence[int],
         seed: int,
         device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
         truncation: Truncation | None = None,
         carried_cache: Literal["recompute", "keep"] = "recompute",
         has_prefix_logprobs: bool = False,
@@ -86,13 +94,14 @@ class HFGenerator:
         self._module = copy.deepcopy(policy).eval().requires_grad_(False)
         if device is not None:
             self._module.to(device)
+        if dtype is not None:
+            for parameter in self._module.parameters():  # buffers, such as rotary frequencies, stay exact
+                parameter.data = parameter.data.to(dtype)
         model = causal_model(self._module)
         use_ragged_attention(model)
         self._model = model
         self._cache_keyword = cache_keyword(model)
-        self._max_positions: int | None = getattr(
-            model.config.get_text_config(), "max_position_embeddings", None
-        )
+        self._max_positions = context_tokens(model.config)
         self._device = next(model.parameters()).device
         self._sampler = Sampler(temperature, truncation)
         self._stop_ids = frozenset(stop_token_ids)

@@ -19,6 +19,7 @@ from oppo_kit.backends.forward import (
     causal_model,
     check_one_score,
     classifier_backbone,
+    context_tokens,
     logits_head,
     probe_causal_model,
     response_logprobs,
@@ -152,7 +153,7 @@ class _HFScorer(ABC):
     @property
     def _context(self) -> int | None:
         """Tokens that the model can read; None: no limit is known."""
-        return getattr(_text_config(self._model), "max_position_embeddings", None)
+        return context_tokens(self._model.config)
 
     @property
     def _streaming(self) -> StreamingPrefill:

@@ -30,6 +30,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
+from oppo_kit.backends.forward import context_tokens
 from oppo_kit.errors import ModelError
 
 _logger = logging.getLogger(__name__)
@@ -65,8 +66,7 @@ class ModelSettings:
     @property
     def context_tokens(self) -> int | None:
         """Positions that the model has; None when it does not say."""
-        value = getattr(self.config.get_text_config(), "max_position_embeddings", None)
-        return value if isinstance(value, int) and value > 0 else None
+        return context_tokens(self.config)
 
 
 def load_settings(path: str | os.PathLike[str], *, offline_names: Sequence[str] = ()) -> ModelSettings:
@@ -129,7 +129,9 @@ def load_sequence_classifier(
             f"{path} has no weights for {', '.join(body)}; the checkpoint is incomplete or another model's"
         )
     if missing and fresh_head == "zero":
-        _logger.info("%s has no score head: %s starts at 0", path, ", ".join(missing))
+        _logger.info(
+            "the critic starts from %s, which has no score head: %s starts at 0", path, ", ".join(missing)
+        )
         with torch.no_grad():
             for name, parameter in model.named_parameters():
                 if name in missing:

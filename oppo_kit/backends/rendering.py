@@ -13,7 +13,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from oppo_kit.errors import ModelError
@@ -107,14 +106,19 @@ class TextRendering:
                 "chat template; set its chat_template (chat_template.jinja in the reward model's folder) to "
                 "the one that the model was trained with, or give prompts as text"
             )
+        if not (isinstance(prompt, list | tuple) and all(isinstance(message, dict) for message in prompt)):
+            raise ModelError(
+                f"the prompt of draw {draw_id} in column {self._prompt_column!r} is {prompt!r:.80}, which is neither "
+                "text nor a list of messages with role and content; correct the data set, or name another prompt_column"
+            )
         messages = [*prompt, {"role": "assistant", "content": response}]
         try:
             return str(self._reward_tokenizer.apply_chat_template(messages, tokenize=False))
-        except (TemplateError, TypeError, ValueError) as error:
-            roles = ", ".join(str(message["role"]) for message in messages)
+        except Exception as error:  # a template is a program
+            roles = ", ".join(str(message.get("role")) for message in messages)
             raise ModelError(
                 f"the reward model's chat template does not take the conversation of draw {draw_id} (roles "
-                f"{roles}): {error}; change the prompts' messages, or set another chat_template"
+                f"{roles}): {type(error).__name__}: {error}; change the prompts' messages, or set another chat_template"
             ) from error
 
     def _never_empty(self, token_ids: list[int], rollout: Rollout) -> list[int]:

@@ -8,12 +8,15 @@ It does not know how advantages were made, nor that anything overlaps.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 from transformers import PreTrainedTokenizerBase, get_scheduler
 
 from oppo_kit.backends.forward import probe_causal_model, token_values
@@ -23,6 +26,9 @@ from oppo_kit.learner.modules import ActorCritic
 from oppo_kit.ops.batching import PaddedRows, length_sorted_batches, pad_prompts_and_responses
 from oppo_kit.protocols import Algorithm, State
 from oppo_kit.types import EFFECTIVE_SAMPLE, MicroBatch, RolloutBatch, TrainBatch
+
+MakeOptimizers = Callable[[nn.Module], tuple[Optimizer, LRScheduler]]
+"""From the module under training (``policy`` and ``critic`` inside) to an optimizer and its schedule."""
 
 
 class AccelerateLearner:
@@ -36,6 +42,7 @@ class AccelerateLearner:
         num_steps: engine steps in all; the learning rate moves once per engine step.
         seed: of the mini-batch order.
         accelerator: with its trackers and precision; None: a plain one.
+        make_optimizers: instead of the AdamW and the schedule of ``config``.
 
     Raises:
         ConfigError: more than one process.
@@ -52,6 +59,7 @@ class AccelerateLearner:
         num_steps: int,
         seed: int = 0,
         accelerator: Accelerator | None = None,
+        make_optimizers: MakeOptimizers | None = None,
     ) -> None:
         self.accelerator = accelerator or Accelerator()
         if self.accelerator.num_processes > 1:
@@ -62,18 +70,10 @@ class AccelerateLearner:
         probe_causal_model(policy)
         self.config = config
         module = ActorCritic(policy, critic, temperature=temperature)
-        trainable = [parameter for parameter in module.parameters() if parameter.requires_grad]
-        optimizer = torch.optim.AdamW(
-            trainable,
-            lr=config.learning_rate,
-            betas=(config.adam_beta1, config.adam_beta2),
-            eps=config.adam_epsilon,
-            weight_decay=config.weight_decay,
-            fused=True,
-        )
+        optimizer, scheduler = make_optimizers(module) if make_optimizers else (_adamw(module, config), None)
         self._module, self._optimizer = self.accelerator.prepare(module, optimizer)
         # Never prepared: accelerate would advance it once per optimizer step, and skip when accumulating.
-        self._scheduler = get_scheduler(
+        self._scheduler = scheduler or get_scheduler(
             config.scheduler_name,
             self._optimizer,
             num_warmup_steps=config.warmup_steps,
@@ -91,6 +91,16 @@ class AccelerateLearner:
     def critic(self) -> nn.Module | None:
         """The critic under training."""
         return self.accelerator.unwrap_model(self._module).critic
+
+    @property
+    def optimizer(self) -> Optimizer:
+        """What steps the weights."""
+        return self._optimizer
+
+    @property
+    def scheduler(self) -> LRScheduler:
+        """The learning rate's schedule, which moves once per engine step."""
+        return self._scheduler
 
     @torch.no_grad()
     def compute_values(self, batch: RolloutBatch) -> Tensor:
@@ -269,13 +279,23 @@ class AccelerateLearner:
         )
 
 
+def _adamw(module: nn.Module, config: LearnerConfig) -> Optimizer:
+    return torch.optim.AdamW(
+        [parameter for parameter in module.parameters() if parameter.requires_grad],
+        lr=config.learning_rate,
+        betas=(config.adam_beta1, config.adam_beta2),
+        eps=config.adam_epsilon,
+        weight_decay=config.weight_decay,
+        fused=True,
+    )
+
+
 def _step_totals(batch: TrainBatch, rows: list[int]) -> tuple[int, int]:
-    """Tokens that the loss reads in these rows, and rows of which it reads all or some."""
+    """Tokens that the loss reads in these rows, and the rows that count."""
     lengths = batch.rollouts.response_lengths[rows]
-    if batch.loss_mask is None:
-        return int(lengths.sum()), len(rows)
-    num_read = batch.loss_mask[rows].sum(1)
-    return int(num_read.sum()), int(((num_read > 0) | (lengths == 0)).sum())
+    num_read = lengths if batch.loss_mask is None else batch.loss_mask[rows].sum(1)
+    counts = (num_read > 0) | (lengths == 0) if batch.row_mask is None else batch.row_mask[rows]
+    return int(num_read.sum()), int(counts.sum())
 
 
 class _Gap(NamedTuple):

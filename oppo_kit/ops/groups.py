@@ -42,4 +42,4 @@ def leave_one_out_mean(scores: Tensor, group_size: int) -> Tensor:
 def _nanstd(values: Tensor, dim: int) -> Tensor:
     num_scored = (~values.isnan()).sum(dim)
     deviations = values - values.nanmean(dim, keepdim=True)
-    return torch.sqrt(deviations.square().nansum(dim) / (num_scored - 1))
+    return torch.sqrt(deviations.square().nansum(dim) / (num_scored - 1).clamp(min=0))

@@ -120,7 +120,15 @@ class _Link:
 def _load(weights_fd: int, device: str | None) -> dict[str, Any]:
     import torch
 
-    scorers = torch.load(f"/dev/fd/{weights_fd}", map_location=device, mmap=True, weights_only=False)
+    from oppo_kit.errors import ConfigError
+
+    try:
+        scorers = torch.load(f"/dev/fd/{weights_fd}", map_location=device, mmap=True, weights_only=False)
+    except (AttributeError, ImportError) as error:
+        raise ConfigError(
+            f"a scorer's class cannot be imported by the scoring process: {error}; define it in a module instead of a "
+            "script or notebook, or set overlap.placement to 'thread'"
+        ) from error
     os.close(weights_fd)
     return scorers
 

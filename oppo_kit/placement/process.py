@@ -70,8 +70,7 @@ class ScoringProcess:
         self._failure: Exception | None = None
         self._spans = SpanLog()
         self._ready = threading.Event()
-        with tempfile.TemporaryFile() as file:
-            _write(scorers, file)
+        with _written(scorers) as file:
             self._pipe, theirs = Pipe()
             with theirs:
                 self._process = _start(theirs.fileno(), file.fileno(), num_threads)
@@ -167,13 +166,14 @@ class ScoringProcess:
             self._is_closing = True
         if not self._ready.is_set():  # it reads no messages yet
             self._process.kill()
+        # Also of a child that is stopped, and whose pipe is too full for another message.
+        deadline = threading.Timer(_CLOSE_S, self._process.kill)
+        deadline.daemon = True
+        deadline.start()
         with suppress(OSError):
             self._pipe.send_bytes(pickle.dumps(("close",)))
-        try:
-            self._process.wait(_CLOSE_S)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+        self._process.wait()
+        deadline.cancel()
         self._reader.join(_CLOSE_S)
         self._pipe.close()
 
@@ -280,15 +280,23 @@ def place_in_process(
     return {name: ProcessPlacement(name, scorer, process) for name, scorer in scorers.items()}
 
 
-def _write(scorers: Mapping[str, Scorer], file: Any) -> None:
+def _written(scorers: Mapping[str, Scorer]) -> Any:
+    """An unnamed file with the scorers in it."""
+    file: Any = None
     try:
+        file = tempfile.TemporaryFile()  # noqa: SIM115 - the caller closes it
         torch.save(dict(scorers), file)
+        file.flush()
     except Exception as error:  # a scorer may define how it is pickled
+        if file is not None:
+            with suppress(OSError):
+                file.close()
         raise ConfigError(
-            f"the scorers {sorted(scorers)} cannot be sent to a process: {type(error).__name__}: {error}; "
-            "set overlap.placement to 'thread' or 'inline'"
+            f"the scorers {sorted(scorers)} cannot be sent to a process: {type(error).__name__}: {error}; if "
+            f"{tempfile.gettempdir()} is full, name a folder with room for the models in TMPDIR, else set "
+            "overlap.placement to 'thread' or 'inline'"
         ) from error
-    file.flush()
+    return file
 
 
 def _start(pipe_fd: int, weights_fd: int, num_threads: int) -> subprocess.Popen[bytes]:

@@ -84,7 +84,8 @@ def test_advantages_and_returns_by_hand() -> None:
     assert_near(tensors["advantages"], [expected[:3], [expected[3], 0.0, 0.0], [0.0, 0.0, 0.0]])
     assert_near(tensors["returns"], RETURNS)
     assert_near(tensors["old_values"], VALUES)
-    assert_near(tensors["behaviour_logprobs"], BEHAVIOUR)
+    assert_near(tensors["anchor_logprobs"], BEHAVIOUR)
+    assert_near(tensors["correction_weights"], [[1.0] * 3] * 3)
 
 
 def test_the_k3_penalty_by_hand() -> None:
@@ -123,6 +124,23 @@ def test_the_batch_metrics_by_hand() -> None:
     assert metrics["objective/entropy"] == pytest.approx(4.2 / 3, abs=TOLERANCE)
     assert metrics["objective/non_score_reward"] == pytest.approx(0.03 / 3, abs=TOLERANCE)
     assert metrics["objective/rlhf_reward"] == pytest.approx((4.0 + 0.03) / 3, abs=TOLERANCE)
+
+
+def test_decoupled_changes_the_anchor_and_the_weights_and_nothing_else() -> None:
+    """Row 0's first two tokens are of an older policy: weights e^0.4 and min(e^0.9, 2)."""
+    proximal = [[-0.6, -1.1, -0.5], [-0.7, 0.0, 0.0], [0.0, 0.0, 0.0]]
+    batch = make_batch(proximal_logprobs=torch.tensor(proximal))
+    plain, decoupled = prepare(batch), prepare(batch, correction="decoupled")
+    assert_near(decoupled.tensors["anchor_logprobs"], proximal)
+    weights = [[math.exp(0.4), 2.0, 1.0], [1.0] * 3, [1.0] * 3]
+    assert_near(decoupled.tensors["correction_weights"], weights)
+    assert_near(
+        prepare(batch, correction="decoupled", weight_cap=None).tensors["correction_weights"],
+        [[math.exp(0.4), math.exp(0.9), 1.0], [1.0] * 3, [1.0] * 3],
+    )
+    for name in ("advantages", "returns", "old_values"):
+        assert torch.equal(decoupled.tensors[name], plain.tensors[name]), name
+    assert decoupled.metrics == plain.metrics
 
 
 def test_an_empty_response_changes_no_other_row() -> None:
@@ -170,7 +188,8 @@ def test_what_stands_past_a_rows_end_does_not_matter(
 MASK = torch.tensor([[True, True, True], [True, False, False]])
 RATIOS = [[1.1, 1.5, 0.5], [1.5, 1.0, 1.0]]
 LOSS_TENSORS = {
-    "behaviour_logprobs": torch.full((2, 3), -1.0),
+    "anchor_logprobs": torch.full((2, 3), -1.0),
+    "correction_weights": torch.ones(2, 3),
     "advantages": torch.tensor([[2.0, 2.0, -1.0], [-1.0, 0.0, 0.0]]),
     "returns": torch.tensor([[2.0, 2.0, 2.0], [0.0, 0.0, 0.0]]),
     "old_values": torch.tensor([[1.0, 1.0, 1.0], [1.0, 0.0, 0.0]]),
@@ -220,6 +239,19 @@ def test_the_loss_and_its_gradient_by_hand() -> None:
     assert metrics["policy/entropy_avg"] == pytest.approx(1.0)
     squares = sum(math.log(ratio) ** 2 for ratio in (1.1, 1.5, 0.5, 1.5))
     assert metrics["policy/approxkl_avg"] == pytest.approx(0.5 * squares / 4, abs=TOLERANCE)
+
+
+def test_correction_weights_multiply_the_policy_loss_and_leave_the_critic_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    weights = torch.tensor([[0.5, 2.0, 1.5], [0.25, 1.0, 1.0]])
+    monkeypatch.setitem(LOSS_TENSORS, "correction_weights", weights)
+    loss, metrics, logprob_gradient, value_gradient = compute_loss([0, 1])
+    policy_loss = (0.5 * -2.2 + 2.0 * -2.4 + 1.5 * 0.8 + 0.25 * 1.5) / 4
+    assert loss == pytest.approx(policy_loss + 0.5 * sum(VALUE_LOSSES) / 4, abs=TOLERANCE)
+    assert metrics["loss/policy_avg"] == pytest.approx(policy_loss, abs=TOLERANCE)
+    assert_near(logprob_gradient, [[0.5 * -2.2 / 4, 0.0, 0.0], [0.25 * 1.5 / 4, 0.0, 0.0]])
+    assert_near(value_gradient, [[0.5 * -0.9 / 4, 0.0, 0.5 * -1.5 / 4], [0.5 * 1.2 / 4, 0.0, 0.0]])
 
 
 def test_the_clip_ranges_are_the_configured_ones() -> None:
@@ -285,6 +317,12 @@ def test_the_names_and_defaults_are_trls() -> None:
         0.2,
     )
     assert (config.vf_coef, config.whiten_rewards, config.missing_eos_penalty) == (0.1, False, None)
+    assert (config.correction, config.weight_cap) == ("none", 2.0)
+
+
+def test_only_decoupled_asks_for_proximal_logprobs() -> None:
+    assert not PPO(make_config()).needs_proximal
+    assert PPO(make_config(correction="decoupled")).needs_proximal
 
 
 @pytest.mark.parametrize(

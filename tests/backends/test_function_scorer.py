@@ -7,15 +7,14 @@ import copy
 import functools
 import math
 import sys
-from collections.abc import Iterator
-from pathlib import Path
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 import tiny_models
 import torch
 
-from oppo_kit.backends.function_scorer import FunctionScorer, load_reward_function, name_of
+from oppo_kit.backends.function_scorer import FunctionScorer, name_of
 from oppo_kit.errors import ConfigError, PartFailedError, RewardError
 from oppo_kit.types import Prompt, Rollout, RolloutKey
 
@@ -192,6 +191,42 @@ def test_a_function_that_raises_is_named_with_its_draws() -> None:
     assert isinstance(info.value.__cause__, KeyError)
 
 
+def test_the_line_that_raised_is_told() -> None:
+    def broken(**columns: Any) -> list[float]:
+        return [1 / 0]
+
+    line = broken.__code__.co_firstlineno + 1
+    with pytest.raises(
+        PartFailedError, match=rf"on draws 7, 8, 12 \(.*test_function_scorer.py, line {line}\)"
+    ):
+        score(broken)
+
+
+def test_an_exception_that_cannot_be_printed_is_named_by_its_class() -> None:
+    class UnprintableError(Exception):
+        def __repr__(self) -> str:
+            raise RuntimeError("no words")
+
+    def broken(**columns: Any) -> list[float]:
+        raise UnprintableError
+
+    with pytest.raises(PartFailedError, match="reward function 'broken' raised UnprintableError on draws 7"):
+        score(broken)
+
+
+def test_an_interrupt_that_a_function_raises_in_a_thread_is_its_own() -> None:
+    def interrupts(**columns: Any) -> list[float]:
+        raise KeyboardInterrupt
+
+    with (
+        ThreadPoolExecutor(1) as pool,
+        pytest.raises(PartFailedError, match="'interrupts' raised KeyboardInt"),
+    ):
+        pool.submit(score, interrupts).result(60)
+    with pytest.raises(KeyboardInterrupt):
+        score(interrupts)
+
+
 def test_an_async_function_that_raises_is_named_too() -> None:
     async def broken(**columns: Any) -> list[float]:
         raise ValueError("no")
@@ -295,62 +330,6 @@ def test_what_one_call_holds_is_one_of_three_words() -> None:
         ConfigError, match="call_per is 'grup'; did you mean 'group'.* known: batch, group, response"
     ):
         FunctionScorer([length], TOKENIZER, call_per="grup")  # type: ignore[arg-type]
-
-
-# --- module:function
-
-
-@pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry])
-    before = set(sys.modules)
-    yield tmp_path
-    for name in set(sys.modules) - before:
-        del sys.modules[name]
-
-
-def test_a_function_of_the_current_directory_is_found(folder: Path) -> None:
-    (folder / "brief_rewards.py").write_text(
-        "def brevity(completions, **columns):\n    return [-len(c) for c in completions]\n"
-    )
-    assert score(load_reward_function("brief_rewards:brevity")) == [-1.0, -2.0, 0.0]
-
-
-def test_a_missing_function_lists_the_nearest(folder: Path) -> None:
-    (folder / "my_rewards2.py").write_text("LIMIT = 3\ndef brevity(**columns):\n    return []\n")
-    with pytest.raises(
-        ConfigError, match=r"'my_rewards2' has no 'brevty'; did you mean 'brevity'\? known: brevity"
-    ):
-        load_reward_function("my_rewards2:brevty")
-    with pytest.raises(ConfigError, match=r"reward 'my_rewards2:LIMIT' is a int, not a function"):
-        load_reward_function("my_rewards2:LIMIT")
-
-
-def test_a_missing_module_lists_the_nearest_of_the_directory(folder: Path) -> None:
-    (folder / "my_rewards3.py").write_text("")
-    with pytest.raises(ConfigError, match=r"no module 'my_reward3'; in .*did you mean 'my_rewards3'"):
-        load_reward_function("my_reward3:brevity")
-    with pytest.raises(ConfigError, match=r"reward 'nowhere.inside:f': no module 'nowhere'"):
-        load_reward_function("nowhere.inside:f")
-
-
-def test_a_module_that_fails_says_why(folder: Path) -> None:
-    (folder / "needs_more.py").write_text("import absent_package\n")
-    (folder / "broken_module.py").write_text("1 / 0\n")
-    (folder / "script.py").write_text("raise SystemExit(0)\n")
-    with pytest.raises(ConfigError, match="importing 'needs_more' needs 'absent_package', which is missing"):
-        load_reward_function("needs_more:f")
-    with pytest.raises(ConfigError, match=r"importing 'broken_module' failed: ZeroDivisionError"):
-        load_reward_function("broken_module:f")
-    with pytest.raises(ConfigError, match=r"importing 'script' failed: SystemExit\(0\)"):
-        load_reward_function("script:f")
-
-
-@pytest.mark.parametrize("reference", ["rewards", "rewards:", ":brevity", ""])
-def test_another_form_is_refused(reference: str) -> None:
-    with pytest.raises(ConfigError, match="is not of the form module:function"):
-        load_reward_function(reference)
 
 
 def test_all_async_calls_run_on_one_event_loop() -> None:

@@ -88,7 +88,7 @@ def test_a_fresh_score_head_of_a_critic_is_zero_and_said(
         warnings.simplefilter("error")
         critic = load_sequence_classifier(tmp_path, torch.float32, fresh_head="zero")
     assert critic(input_ids=IDS).logits.tolist() == [[0.0]]
-    assert "has no score head: score.weight starts at 0" in caplog.text
+    assert "which has no score head: score.weight starts at 0" in caplog.text
 
 
 def test_a_trained_head_is_not_zeroed(tmp_path: Path) -> None:

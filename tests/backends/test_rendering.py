@@ -218,7 +218,7 @@ def test_a_conversation_needs_a_chat_template_that_takes_it() -> None:
         TextRendering(policy, byte_bpe_tokenizer()).encode(rollout_of([]))
     refusing = TextRendering(policy, byte_bpe_tokenizer(chat_template=REFUSES))
     with pytest.raises(
-        ModelError, match=r"does not take.*draw 7 \(roles user, assistant\): roles must alternate; change"
+        ModelError, match=r"does not take.*draw 7 \(roles user, assistant\): .*: roles must alternate; change"
     ):
         refusing.encode(rollout_of([]))
     parts = [{"role": "user", "content": [{"type": "text", "text": "hi"}]}]
@@ -229,6 +229,31 @@ def test_a_conversation_needs_a_chat_template_that_takes_it() -> None:
     unnamed.chat_template = {"tool_use": CONCATENATES, "rag": CONCATENATES}
     with pytest.raises(ModelError, match="does not take.*no default"):
         TextRendering(policy, unnamed).encode(rollout_of([]))
+
+
+@pytest.mark.parametrize(
+    ("template", "cause"),
+    [
+        ("{{ 1 // 0 }}", "ZeroDivisionError: "),
+        ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "RecursionError: "),
+    ],
+)
+def test_a_chat_template_that_breaks_is_named_with_the_cause(template, cause) -> None:
+    policy = byte_bpe_tokenizer()
+    with pytest.raises(
+        ModelError, match=rf"chat template does not take the conversation of draw 7.*: {cause}"
+    ):
+        TextRendering(policy, byte_bpe_tokenizer(chat_template=template)).encode(rollout_of([]))
+
+
+@pytest.mark.parametrize("prompt", [["a"], None, 5, {"role": "user"}])
+def test_a_prompt_that_is_neither_text_nor_messages_is_named(prompt) -> None:
+    policy = byte_bpe_tokenizer()
+    rendering = TextRendering(policy, byte_bpe_tokenizer(chat_template=CONCATENATES))
+    with pytest.raises(
+        ModelError, match=r"draw 7 in column 'prompt' is .*, which is neither text nor a list of"
+    ):
+        rendering.encode(rollout_of([], prompt))
 
 
 def test_settled_is_what_stands_six_tokens_before_the_common_end() -> None:

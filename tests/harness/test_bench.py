@@ -13,6 +13,7 @@ from rich.progress import Progress
 
 from harness import bench
 from harness.measurement.bound import StageCosts, best_of, bound_of
+from harness.report import render_report
 from harness.runners.base import RunSpec
 from harness.runners.oppo import RUNGS, overlap_of
 from harness.schema import load_result
@@ -120,11 +121,16 @@ def test_what_was_measured_before_a_failure_is_kept(tmp_path, recorded, monkeypa
             UnknownNameError,
             "unknown runner 'overcomit'; did you mean 'overcommit'",
         ),
-        ({"runners": []}, ConfigError, "no runner was named; choose from trl, sequential, sample, chunk"),
+        ({"runners": []}, ConfigError, "no runner was named; choose from trl, trl_continuous, sequential"),
         (
             {"placement": "split", "runners": ["trl"]},
             ConfigError,
             "runner 'trl' cannot split actor and scorers; leave it out, or use placement 'shared'",
+        ),
+        (
+            {"runners": ["trl_continuous"]},
+            ConfigError,
+            "runner 'trl_continuous': TRL has no such trainer of algorithm 'ppo'; leave it out",
         ),
         ({"placement": "split", "num_threads": 2}, ConfigError, "gives the actor one core, so not 2 threads"),
         ({"num_warmup_steps": 4}, ConfigError, "num_steps=4 leaves nothing to measure after 4 warm-up steps"),
@@ -181,6 +187,34 @@ def test_runners_are_named_by_themselves_or_by_placement_or_as_the_ladder() -> N
         bench.parse_placement("spilt")
 
 
+def test_trl_is_left_out_by_itself_and_refused_by_name_where_it_has_no_trainer(tmp_path, recorded) -> None:
+    assert bench.runner_names(None, "shared", "grpo") == ["trl", "sequential", "both"]
+    assert bench.runner_names(None, "shared", "reinforce") == ["sequential", "both"]
+    assert bench.runner_names("ladder", "shared", "reinforce") == list(RUNGS)
+    assert bench.runner_names("trl,both", "shared", "reinforce") == ["trl", "both"]
+    train = load_train_config(overrides=["num_steps=4"]).model_copy(update={"algo": "reinforce"})
+    with pytest.raises(ConfigError, match="runner 'trl': TRL has no such trainer of algorithm 'reinforce'"):
+        bench.run_bench(make_plan(tmp_path, train=train, runners=["trl"]), Console(quiet=True))
+    assert recorded == []
+
+
+@pytest.mark.parametrize(
+    ("algo", "group_size", "trainer"),
+    [("grpo", 8, "GRPOTrainer"), ("rloo", 4, "RLOOTrainer"), ("online_dpo", 2, "OnlineDPOTrainer")],
+)
+def test_a_result_names_groups_and_the_trainer_of_its_algorithm(
+    algo, group_size, trainer, tmp_path, recorded
+) -> None:
+    train = load_train_config(options={"algo": algo}, overrides=["num_steps=4", "batch_size=4"])
+    result = bench.run_bench(
+        make_plan(tmp_path, train=train, runners=["trl", "sequential"]), Console(quiet=True)
+    )
+    work = result.workload
+    assert (work.algorithm, work.group_size, work.critic) == (algo, group_size, None)
+    assert result.runners["trl"].description.startswith(f"TRL's {trainer} on the same work")
+    assert f"4 groups of {group_size} responses" in render_report(result, {})
+
+
 @pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="one core cannot be split")
 def test_functions_cannot_be_split_from_the_actor(tmp_path, recorded) -> None:
     train = load_train_config(
@@ -229,6 +263,25 @@ def test_a_rung_changes_only_what_it_is_about() -> None:
     train = load_train_config(overrides=["overlap.score_at=chunk", "overlap.placement=thread"])
     assert (overlap("both").score_at, overlap("both").placement) == ("chunk", "thread")
     assert overlap("sequential").placement == "inline"
+
+
+def test_functions_alone_are_called_when_a_response_ends_and_cost_decoding_no_core() -> None:
+    function = "reward=harness.workloads.tiny:chain_reward"
+
+    def overlap(algo: str, runner: str, *overrides: str):
+        train = load_train_config(options={"algo": algo}, overrides=[function, *overrides])
+        return overlap_of(RunSpec(runner=runner, seed=0, num_threads=2, train=train))
+
+    rungs = {name: overlap("grpo", name) for name in ("sequential", "sample", "overcommit", "both")}
+    assert [rung.score_at for rung in rungs.values()] == ["batch", "sample", "batch", "sample"]
+    assert [rung.delta for rung in rungs.values()] == [0, 0, 4, 4]
+    assert {rung.placement for rung in rungs.values()} == {"inline"}
+    assert {rung.decode_threads for rung in rungs.values()} == {None}
+    for name in ("chunk", "chunk_auto"):
+        with pytest.raises(ConfigError, match=f"runner '{name}' has nobody to stream to, .* leave it out"):
+            overlap("grpo", name)
+    assert overlap("grpo", "both", "algo_config.beta=0.1").score_at == "auto", "there is a reference"
+    assert overlap("ppo", "both").score_at == "auto"
 
 
 def test_a_reward_that_is_an_object_is_named_as_it_was_given(tmp_path, recorded, monkeypatch) -> None:

@@ -131,7 +131,11 @@ def test_train_saves_a_model_resumes_and_refuses_to_mix_runs(oppo_kit, tmp_path)
 
     assert "holds checkpoint.pt already; pass another --out, or (train) --resume" in refused(oppo_kit(*start))
     other = oppo_kit("train", *SMALL, "--steps", "9", "--out", str(out), "--resume")
-    assert "another configuration (num_steps: saved 3, now 9)" in refused(other)
+    assert (
+        "another configuration (num_steps: saved 3, now 9); resume with the saved one, or start a"
+        in refused(other)
+    )
+    assert json.loads((out / "steps.jsonl").read_text().splitlines()[0])["oppo/score_at"] == "batch"
     again = oppo_kit("train", "--out", str(out), "--resume")
     assert again.returncode == 0, again.stderr
 

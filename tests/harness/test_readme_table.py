@@ -67,6 +67,13 @@ def test_smoke_runs_are_never_quoted(results: Path) -> None:
     assert render_table(results) == NO_RESULTS
 
 
+def test_the_responses_of_a_group_are_said(results: Path) -> None:
+    ladder = make_ladder()
+    ladder.workload.algorithm, ladder.workload.group_size = "grpo", 8
+    _commit(results, "a", ladder)
+    assert "| grpo, tiny, B = 4 × 8, 12 steps |" in render_table(results)
+
+
 def test_split_placement_and_uncommitted_changes_are_said(results: Path) -> None:
     ladder = make_ladder()
     ladder.workload.placement = "split"

@@ -47,6 +47,9 @@ def test_truncated_missing_and_foreign_files_are_refused(tmp_path) -> None:
     file = tmp_path / "result.json"
     with pytest.raises(StateError, match="cannot read results from .*: No such file or directory"):
         load_result(tmp_path)
+    (tmp_path / "steps.jsonl").touch()
+    with pytest.raises(StateError, match="is the folder of a training run, whose steps are in .*steps.jsonl"):
+        load_result(tmp_path)
     file.write_text(make_ladder().model_dump_json()[:500])
     with pytest.raises(StateError, match="does not fit schema version 1: the file: Invalid JSON"):
         load_result(tmp_path)

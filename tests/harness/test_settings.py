@@ -6,6 +6,7 @@ import pytest
 
 from harness.settings import load_train_config
 from oppo_kit.errors import ConfigError, UnknownNameError
+from oppo_kit.registry import create_algorithm
 
 
 def test_the_layers_go_from_defaults_over_task_and_file_to_options_and_sets(tmp_path) -> None:
@@ -86,3 +87,17 @@ def test_a_missing_file_is_named_and_an_empty_one_is_fine(tmp_path) -> None:
     empty = tmp_path / "empty.yaml"
     empty.write_text("")
     assert load_train_config(empty).model == "tiny"
+
+
+@pytest.mark.parametrize(
+    ("algo", "sizes"),
+    [("ppo", (32, 1, 16)), ("grpo", (8, 8, 4)), ("rloo", (16, 4, 8)), ("online_dpo", (32, 2, 16))],
+)
+def test_the_embedded_task_has_a_size_for_every_algorithm(algo, sizes) -> None:
+    train = load_train_config(options={"algo": algo})
+    algorithm = create_algorithm(algo, train.algo_config)
+    assert (train.batch_size, algorithm.group_size, train.overlap.delta) == sizes
+    assert load_train_config(options={"algo": algo, "batch_size": 4}).overlap.delta == 2
+    small = load_train_config(options={"algo": algo, "model": "smollm2-135m"})
+    assert small.task == "reviews"
+    assert small.batch_size % create_algorithm(algo, small.algo_config).num_mini_batches == 0

@@ -9,7 +9,7 @@ import pytest
 import torch
 from trl_tiny import BOS, EOS, PAD, TinyPrompts, TinyWorkload, require_trl
 
-from harness.runners import oppo
+from harness.runners import oppo, trl_ppo
 from harness.runners import trl as runner
 from harness.runners.base import RunSpec
 from harness.runners.trl_row_limits import RowLimits
@@ -47,10 +47,10 @@ class Seen:
     before: dict[str, torch.Tensor]
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, spec: RunSpec, workload: TinyWorkload) -> None:
-        module = runner._import_ppo_trainer()
+        module = runner.import_module("ppo")
         self.rows: list[tuple[tuple[int, ...], list[int]]] = []
         self.widths: list[int] = []
-        generate, build = module.batch_generation, runner._build_trainer
+        generate, build = module.batch_generation, trl_ppo._build_trainer
 
         def seen_generate(model: Any, queries: torch.Tensor, *args: Any) -> Any:
             outputs = generate(model, queries, *args)
@@ -66,7 +66,7 @@ class Seen:
             return self.trainer
 
         monkeypatch.setattr(module, "batch_generation", seen_generate)
-        monkeypatch.setattr(runner, "_build_trainer", seen_build)
+        monkeypatch.setattr(trl_ppo, "_build_trainer", seen_build)
         self.steps: list[Step] = []
         runner.run(spec, workload, never, self.steps.append)
 
@@ -89,8 +89,8 @@ def test_lora_trains_the_adapter_and_the_critic_and_nothing_else(monkeypatch: py
 def test_lora_gives_both_sides_the_same_parameters_to_optimise(tmp_path: Any) -> None:
     require_trl()
     spec, workload = make_spec(actor_lora={"r": 4}), TinyWorkload()
-    module, algorithm = runner._import_ppo_trainer(), runner._check(spec.train, workload)
-    trainer = runner._build_trainer(module, spec, workload, algorithm, str(tmp_path))
+    module, algorithm = runner.import_module("ppo"), trl_ppo.check_ppo(spec.train, workload)
+    trainer = trl_ppo._build_trainer(module, spec, workload, algorithm, str(tmp_path))
     with oppo.make_engine(spec.train, workload) as engine:
         ours: Any = engine.learner
         shapes = [
@@ -104,7 +104,7 @@ def test_lora_gives_both_sides_the_same_parameters_to_optimise(tmp_path: Any) ->
 def test_the_reference_pass_of_an_adapter_is_scoring(monkeypatch: pytest.MonkeyPatch) -> None:
     """TRL hands the policy itself to the reference pass when there is no reference model."""
     require_trl()
-    module = runner._import_ppo_trainer()
+    module = runner.import_module("ppo")
     forward = module.forward
     now_s = [0.0]
 

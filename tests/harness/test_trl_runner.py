@@ -18,7 +18,9 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from trl_tiny import BOS, EOS, PAD, TinyWorkload, make_tokenizer, require_trl
 
 from harness.runners import trl as runner
+from harness.runners import trl_ppo
 from harness.runners.base import RunSpec
+from harness.runners.trl_common import prepare_tokenizer
 from harness.schema import Evaluation, Step
 from oppo_kit.config import TrainConfig
 from oppo_kit.errors import ConfigError, MissingExtraError
@@ -43,7 +45,7 @@ class Watched:
     """A run, and what was seen of TRL's insides and of the evaluation meanwhile."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, spec: RunSpec, workload: TinyWorkload) -> None:
-        module = runner._import_ppo_trainer()
+        module = runner.import_module("ppo")
         self.query_rows: list[list[int]] = []
         self.response_rows: list[list[list[int]]] = []
         self.raw_scores: list[torch.Tensor] = []
@@ -65,7 +67,7 @@ class Watched:
         self.globals_after = (module.batch_generation, module.get_reward, module.forward)
 
     def _watch(self, monkeypatch: pytest.MonkeyPatch, module: Any) -> None:
-        generate, reward, build = module.batch_generation, module.get_reward, runner._build_trainer
+        generate, reward, build = module.batch_generation, module.get_reward, trl_ppo._build_trainer
 
         def watched_generate(model: Any, queries: torch.Tensor, *args: Any) -> Any:
             self.generation_configs.append(model.generation_config)
@@ -93,7 +95,7 @@ class Watched:
             return trainer
 
         monkeypatch.setattr(module, "batch_generation", watched_generate)
-        monkeypatch.setattr(runner, "_build_trainer", watched_build)
+        monkeypatch.setattr(trl_ppo, "_build_trainer", watched_build)
 
     def evaluate(
         self, policy: Any, *, step: int, elapsed_train_s: float, responses_trained: int
@@ -257,8 +259,8 @@ def test_the_algorithm_and_sampling_settings_reach_trl() -> None:
         "missing_eos_penalty": 2.0,
     }
     spec = make_spec(batch_size=16, algo_config=algo_config)
-    algorithm = runner._check(spec.train, TinyWorkload())
-    arguments = runner._arguments(runner._import_ppo_trainer(), spec, algorithm, "unused", has_stop=True)
+    algorithm = trl_ppo.check_ppo(spec.train, TinyWorkload())
+    arguments = trl_ppo._arguments(runner.import_module("ppo"), spec, algorithm, "unused", has_stop=True)
     same = algo_config | {
         "temperature": 0.9,
         "response_length": 12,
@@ -286,8 +288,8 @@ def test_trl_gets_the_optimizer_and_the_learning_rates_of_our_learner(
         "warmup_steps": 2,
     }
     spec, workload = make_spec(num_steps=5, learner=learner), TinyWorkload()
-    module, algorithm = runner._import_ppo_trainer(), runner._check(spec.train, workload)
-    trainer = runner._build_trainer(module, spec, workload, algorithm, str(tmp_path))
+    module, algorithm = runner.import_module("ppo"), trl_ppo.check_ppo(spec.train, workload)
+    trainer = trl_ppo._build_trainer(module, spec, workload, algorithm, str(tmp_path))
     ours = AccelerateLearner(
         workload.make_policy(),
         workload.make_critic(),
@@ -308,7 +310,11 @@ def test_trl_gets_the_optimizer_and_the_learning_rates_of_our_learner(
 @pytest.mark.parametrize(
     ("train", "workload", "words"),
     [
-        ({"algo": "grpo"}, {}, "algo is 'grpo', and the trl runner runs ppo only"),
+        (
+            {"sampling": {"top_k": 5}},
+            {},
+            r"top_k=5, top_p=1.0, min_p=0.0: TRL's .* full distribution; .* or leave",
+        ),
         ({}, {"reward_path": None}, "reward models only, .* or leave the trl runner out"),
         ({"learner": {"max_grad_norm": 1.0}}, {}, r"max_grad_norm is 1.0, .* set learner.max_grad_norm=null"),
         ({"algo_config": {"num_mini_batches": 3}}, {}, "batch_size=8 is no multiple of num_mini_batches=3"),
@@ -325,7 +331,7 @@ def test_work_that_trl_cannot_do_is_refused(
     train: dict[str, Any], workload: dict[str, Any], words: str
 ) -> None:
     with pytest.raises(ConfigError, match=words):
-        runner._check(make_spec(**train).train, TinyWorkload(**workload))
+        trl_ppo.check_ppo(make_spec(**train).train, TinyWorkload(**workload))
 
 
 def test_another_series_of_trl_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -349,17 +355,17 @@ def test_the_pad_token_neither_stops_nor_occurs_in_a_prompt() -> None:
     """trl#5303: with pad equal to EOS, TRL would mask the EOS that the policy sampled."""
     tokenizer = make_tokenizer()
     tokenizer.pad_token = "<eos>"
-    prepared = runner._prepare_tokenizer(tokenizer, (EOS,), [[5, 6]])
+    prepared = prepare_tokenizer(tokenizer, (EOS,), [[5, 6]])
     assert (prepared.pad_token_id, prepared.eos_token_id, prepared.padding_side) == (BOS, EOS, "left")
     assert tokenizer.pad_token_id == EOS, "the caller's tokenizer is left alone"
     with pytest.raises(
         ConfigError, match=r"the special tokens \[1, 2\] all stop a response or occur in a prompt"
     ):
-        runner._prepare_tokenizer(tokenizer, (EOS,), [[BOS, 6]])
+        prepare_tokenizer(tokenizer, (EOS,), [[BOS, 6]])
 
 
 def test_the_stop_token_is_what_trl_takes_for_eos() -> None:
-    assert runner._prepare_tokenizer(make_tokenizer(), (5,), [[BOS, 6]]).eos_token_id == 5
+    assert prepare_tokenizer(make_tokenizer(), (5,), [[BOS, 6]]).eos_token_id == 5
 
 
 def test_trl_is_imported_inside_functions_only() -> None:

@@ -86,7 +86,7 @@ def test_a_function_reward_leaves_the_policy_as_the_critic_with_a_head_of_zeros(
     assert made.critic_path == folders["policy"]
     with caplog.at_level(logging.INFO, "oppo_kit"):
         critic = made.make_critic()
-    assert "has no score head: score.weight starts at 0" in caplog.text
+    assert "which has no score head: score.weight starts at 0" in caplog.text
     padded = torch.tensor([[1, 5], [1, 6]])
     assert critic(input_ids=padded).logits.tolist() == [[0.0], [0.0]]
     assert made.make_policy().config.pad_token_id == made.tokenizer.pad_token_id == 2

@@ -8,30 +8,37 @@ import math
 import pytest
 import torch
 from tiny_models import tiny_causal_lm, tiny_classifier, tiny_tokenizer
+from torch.nn.functional import softplus
 
+from oppo_kit.algorithm import AlgorithmBase, AlgorithmConfig
 from oppo_kit.config import LearnerConfig
 from oppo_kit.errors import ConfigError, NonFiniteError
 from oppo_kit.learner.learner import AccelerateLearner, _Gap, _gap_metrics
 from oppo_kit.registry import create_algorithm
-from oppo_kit.types import EFFECTIVE_SAMPLE, Group, Prompt, Rollout, RolloutBatch, RolloutKey
+from oppo_kit.types import EFFECTIVE_SAMPLE, Group, Prompt, Rollout, RolloutBatch, RolloutKey, TrainBatch
 
 
-def make_batch(num_groups: int = 6, *, score: float = 1.0) -> RolloutBatch:
+def make_batch(num_groups: int = 6, *, score: float = 1.0, group_size: int = 1) -> RolloutBatch:
     groups = []
     for draw in range(num_groups):
         prompt = Prompt(draw, tuple(4 + (draw * 7 + i) % 50 for i in range(1 + draw % 4)), 20)
-        length = 1 + draw * 5 % 11
-        rollout = Rollout(
-            RolloutKey(draw, 0),
-            prompt,
-            token_ids=[4 + (draw * 3 + 2 * i) % 50 for i in range(length)],
-            behaviour_logprobs=[-3.0 - 0.1 * i for i in range(length)],
-            versions=[0] * length,
-            finish_reason="stop",
-            end_tick=length,
-            scores={"reward": score * (draw % 3 - 1.0), "reference": [-3.1] * length},
-        )
-        groups.append(Group(prompt, [rollout], admitted_step=0, ended_step=0))
+        rollouts = []
+        for index in range(group_size):
+            number = draw + 4 * index
+            length = 1 + number * 5 % 11
+            rollout = Rollout(
+                RolloutKey(draw, index),
+                prompt,
+                token_ids=[4 + (number * 3 + 2 * i) % 50 for i in range(length)],
+                behaviour_logprobs=[-3.0 - 0.1 * i for i in range(length)],
+                proximal_logprobs=[-3.1 - 0.05 * i for i in range(length)],
+                versions=[0] * length,
+                finish_reason="length" if number % 5 == 3 else "stop",
+                end_tick=length,
+                scores={"reward": score * (number % 3 - 1.0), "reference": [-3.1] * length},
+            )
+            rollouts.append(rollout)
+        groups.append(Group(prompt, rollouts, admitted_step=0, ended_step=0))
     return RolloutBatch.from_groups(groups, 0)
 
 
@@ -68,6 +75,130 @@ def test_the_gradient_is_the_same_for_every_split_into_micro_batches() -> None:
         for one, other in zip(gradients_of(micro_batch_tokens), whole, strict=True):
             scale = max(float(other.abs().max()), 1e-8)
             assert float((one - other).abs().max()) <= 1e-5 * scale
+
+
+class Recorder(AlgorithmBase):
+    """A mean over tokens and one over rows; it remembers its micro-batches."""
+
+    name = "recorder"
+
+    def __init__(self, loss_mask: torch.Tensor | None = None) -> None:
+        super().__init__(AlgorithmConfig())
+        self.loss_mask = loss_mask
+        self.seen: list = []
+
+    def prepare(self, batch):
+        rows = torch.arange(batch.num_rows)
+        return TrainBatch(batch, {"rows": rows}, {}, loss_mask=self.loss_mask)
+
+    def loss(self, micro_batch, outputs):
+        mask = micro_batch.mask
+        self.seen.append((micro_batch.tensors["rows"].tolist(), mask, micro_batch))
+        sums = torch.where(mask, outputs.policy_logprobs, 0.0).sum(1)
+        means = sums / mask.sum(1).clamp(min=1)
+        return sums.sum() / micro_batch.num_step_tokens + means.sum() / micro_batch.num_step_rows, {}
+
+
+class Pairs(Recorder):
+    """Compares the two responses of each group."""
+
+    needs_whole_groups = True
+
+    def loss(self, micro_batch, outputs):
+        super().loss(micro_batch, outputs)
+        first, second = torch.where(micro_batch.mask, outputs.policy_logprobs, 0.0).sum(1).view(-1, 2).T
+        return softplus(second - first).sum() / (micro_batch.num_step_rows / 2), {}
+
+
+def policy_gradients(batch: RolloutBatch, algorithm: AlgorithmBase, micro_batch_tokens: int) -> list:
+    learner = AccelerateLearner(
+        tiny_causal_lm(),
+        None,
+        config=LearnerConfig(max_grad_norm=None, micro_batch_tokens=micro_batch_tokens),
+        temperature=1.0,
+        num_steps=4,
+    )
+    seen: list[torch.Tensor] = []
+    learner._optimizer.optimizer.register_step_pre_hook(
+        lambda *_: seen.extend(p.grad.clone() for p in learner.policy.parameters() if p.grad is not None)
+    )
+    learner.update(algorithm.prepare(batch), algorithm)
+    assert max(float(gradient.abs().max()) for gradient in seen) > 1e-6, "not a comparison of zeros"
+    return seen
+
+
+def assert_same(gradients: list, others: list) -> None:
+    scale = max(float(other.abs().max()) for other in others)
+    for one, other in zip(gradients, others, strict=True):
+        assert float((one - other).abs().max()) <= 1e-5 * scale
+
+
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [
+        ("grpo", {"loss_type": "dapo", "beta": 0.1}),
+        ("grpo", {"loss_type": "grpo", "importance_sampling_level": "sequence"}),
+        ("grpo", {"loss_type": "dr_grpo", "scale_rewards": "none", "correction": "decoupled"}),
+        ("rloo", {"correction": "decoupled"}),
+    ],
+)
+@pytest.mark.parametrize("is_masked", [False, True])
+def test_group_algorithms_have_the_same_gradient_for_every_split(name, settings, is_masked) -> None:
+    settings = {"num_generations": 3, "mask_truncated_completions": is_masked, **settings}
+    batch = make_batch(4, group_size=3)
+    whole = policy_gradients(batch, create_algorithm(name, settings), 100_000)
+    for micro_batch_tokens in (1, 30):
+        split = policy_gradients(batch, create_algorithm(name, settings), micro_batch_tokens)
+        assert_same(split, whole)
+
+
+def test_a_loss_mask_counts_in_numerator_and_denominators_for_every_split() -> None:
+    batch = make_batch()
+    loss_mask = batch.response_mask.clone()
+    loss_mask[2] = False
+    loss_mask[5, 1] = False
+    whole = Recorder(loss_mask)
+    gradients = policy_gradients(batch, whole, 100_000)
+    for micro_batch_tokens in (1, 30):
+        split = Recorder(loss_mask)
+        assert_same(policy_gradients(batch, split, micro_batch_tokens), gradients)
+        assert len(split.seen) > 1
+        for rows, mask, micro_batch in split.seen:
+            assert torch.equal(mask, loss_mask[rows][:, : mask.shape[1]])
+            assert (micro_batch.num_step_tokens, micro_batch.num_step_rows) == (int(loss_mask.sum()), 5)
+
+
+def test_a_masked_response_is_as_if_it_were_not_there() -> None:
+    batch = make_batch()
+    loss_mask = batch.response_mask.clone()
+    loss_mask[2] = False
+    without = RolloutBatch.from_groups([group for group in batch.groups if group.draw_id != 2], 0)
+    assert_same(policy_gradients(batch, Recorder(loss_mask), 30), policy_gradients(without, Recorder(), 30))
+
+
+def test_an_empty_response_is_a_row_and_a_masked_one_is_none() -> None:
+    batch = make_batch(3)
+    batch.response_lengths[1] = 0
+    loss_mask = batch.response_mask.clone()
+    loss_mask[2] = False
+    algorithm = Recorder(loss_mask)
+    policy_gradients(batch, algorithm, 100_000)
+    assert algorithm.seen[0][2].num_step_rows == 2
+
+
+def test_whole_groups_stay_together_and_their_gradient_is_the_same_for_every_split() -> None:
+    batch = make_batch(5, group_size=2)
+    whole = policy_gradients(batch, Pairs(), 100_000)
+    for micro_batch_tokens in (1, 40):
+        pairs = Pairs()
+        assert_same(policy_gradients(batch, pairs, micro_batch_tokens), whole)
+        assert len(pairs.seen) > 1
+        rows = [row for micro_batch_rows, _, _ in pairs.seen for row in micro_batch_rows]
+        assert sorted(rows) == list(range(10))
+        for micro_batch_rows, _, _ in pairs.seen:
+            firsts, seconds = micro_batch_rows[::2], micro_batch_rows[1::2]
+            assert [row + 1 for row in firsts] == seconds
+            assert all(row % 2 == 0 for row in firsts)
 
 
 def test_critic_values_do_not_depend_on_the_split_and_are_zero_past_the_end() -> None:

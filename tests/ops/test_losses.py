@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from oppo_kit.ops.losses import clipped_surrogate, clipped_value_loss
+from oppo_kit.ops.losses import clipped_ratio_loss, clipped_surrogate, clipped_value_loss
 
 TOLERANCE = 1e-6
 
@@ -47,6 +47,39 @@ def test_at_ratio_one_the_gradient_is_the_plain_policy_gradient() -> None:
     assert policy.grad is not None
     torch.testing.assert_close(policy.grad, torch.tensor([-3.0, 0.5]))
     assert not clipped.any()
+
+
+@pytest.mark.parametrize(
+    ("ratio", "advantage", "loss", "gradient", "is_low", "is_high"),
+    [
+        # Inside 0.8 … 1.3: -A·r, whatever the sign.
+        (1.25, 2.0, -2.5, -2.0, False, False),
+        (1.25, -2.0, 2.5, 2.0, False, False),
+        # Above 1.3: held for a good token, not for a bad one until the limit 4, from where nothing pushes.
+        (1.5, 2.0, -2.6, 0.0, False, True),
+        (1.5, -2.0, 3.0, 2.0, False, False),
+        (5.0, -2.0, 8.0, 0.0, False, False),
+        (5.0, 2.0, -2.6, 0.0, False, True),
+        # Below 0.8: held for a bad token only.
+        (0.5, -2.0, 1.6, 0.0, True, False),
+        (0.5, 2.0, -1.0, -2.0, False, False),
+        # An advantage of 0 is never clipped, and teaches nothing.
+        (5.0, 0.0, 0.0, 0.0, False, False),
+        (0.5, 0.0, 0.0, 0.0, False, False),
+    ],
+)
+def test_two_epsilons_and_the_limit_by_hand(
+    ratio: float, advantage: float, loss: float, gradient: float, is_low: bool, is_high: bool
+) -> None:
+    ratios = torch.tensor(ratio, requires_grad=True)
+    value, low, high = clipped_ratio_loss(
+        ratios, torch.tensor(advantage), epsilon_low=0.2, epsilon_high=0.3, ratio_limit=4.0
+    )
+    value.backward()
+    assert ratios.grad is not None
+    assert float(value.detach()) == pytest.approx(loss, abs=TOLERANCE)
+    assert float(ratios.grad) == pytest.approx(gradient, abs=TOLERANCE)
+    assert (bool(low), bool(high)) == (is_low, is_high)
 
 
 @pytest.mark.parametrize(

@@ -35,7 +35,7 @@ def make_engine(
         num_steps=num_steps,
         algo_config={"num_ppo_epochs": 1, "num_mini_batches": 2},
         sampling=SamplingConfig(**{"temperature": 1.0, "response_length": 12, **(sampling or {})}),
-        overlap=OverlapConfig(**{"decode_tokens": 4, **overlap}),
+        overlap=OverlapConfig(**{"decode_tokens": 4, "placement": "inline", **overlap}),
         learner={"learning_rate": 1e-3},
         actor_lora={"r": 4} if lora else None,
         reward_input=reward_input,

@@ -8,8 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from tokenizers import Tokenizer
+from tokenizers import Regex, Tokenizer
+from tokenizers.decoders import Fuse
 from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Split
+from tokenizers.processors import TemplateProcessing
 from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerFast,
@@ -41,8 +44,12 @@ def require_trl() -> None:
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
     vocabulary = {token: index for index, token in enumerate(VOCABULARY)}
+    backend = Tokenizer(WordLevel(vocabulary, unk_token="<pad>"))
+    backend.pre_tokenizer = Split(Regex("."), "isolated")  # type: ignore[assignment]
+    backend.decoder = Fuse()  # type: ignore[assignment]
+    backend.post_processor = TemplateProcessing(single="<bos> $A", special_tokens=[("<bos>", BOS)])  # type: ignore[assignment]
     return PreTrainedTokenizerFast(
-        tokenizer_object=Tokenizer(WordLevel(vocabulary, unk_token="<pad>")),
+        tokenizer_object=backend,
         pad_token="<pad>",
         bos_token="<bos>",
         eos_token="<eos>",

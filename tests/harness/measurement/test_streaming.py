@@ -274,6 +274,18 @@ def test_the_sentence_says_that_chunks_do_not_pay() -> None:
     assert "In 2 of 3 every chunk size was slower" in text
 
 
+def test_a_chunk_longer_than_every_response_wins_nothing_and_shows_the_noise() -> None:
+    case = FASTER.model_copy(deep=True)
+    for one in case.rounds:
+        for run in one.runs:
+            run.tokens_prefetched = 60 * (run.mode == "chunk 8")
+    text = sentence([make_result(case, SLOWER)])
+    assert text.startswith("Chunks do not pay: in none of 2 cases")
+    assert "In 2 of them no response was long enough for chunk 32, chunk 128, which is then" in text
+    assert "that it was 0.97 to 1.60 times as fast by round is noise." in text
+    assert "noise" not in sentence([make_result(FASTER, SLOWER)])
+
+
 def test_two_rounds_say_nothing() -> None:
     few = FASTER.model_copy(update={"rounds": FASTER.rounds[:2]})
     slow = SLOWER.model_copy(update={"rounds": SLOWER.rounds[:2]})
