@@ -18,7 +18,6 @@ from transformers import set_seed
 
 from harness.runners.base import Outcome
 from harness.runners.trl_groups import train_groups
-from harness.runners.trl_ppo import train_ppo
 from oppo_kit.errors import ConfigError, MissingExtraError
 
 if TYPE_CHECKING:
@@ -95,6 +94,8 @@ def run(
     module = import_module(algo)
     set_seed(spec.seed)
     if algo == "ppo":
+        from harness.runners.trl_ppo import train_ppo  # which loads our PPO
+
         return train_ppo(module, spec, workload, evaluate, on_step, clock)
     name = TRAINERS[algo].name
     trainer_class, config_class = getattr(module, name), getattr(module, name.replace("Trainer", "Config"))

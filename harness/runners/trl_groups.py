@@ -15,8 +15,9 @@ What makes the comparison fair, and TRL as fast as its users can have it:
   and EOS, which it was not trained on, padded to the longest of all rows. So the reward is handed over as a function
   of the token ids (``trl_reward``), which TRL allows, and scores as ours does, in batches sorted by length.
 - Training micro-batches of GRPO and RLOO hold as many rows as ``learner.micro_batch_tokens`` allows at full width,
-  for TRL cuts no padding off: the same memory limit on both sides. OnlineDPO generates anew for each micro-batch, so
-  it has one.
+  for TRL cuts no padding off: the same memory limit on both sides. Larger ones are no faster on a CPU: 64 rows
+  of 220 tokens took one core 2.1 to 2.4 s at once, 1.8 to 2.0 s by 32 and 1.9 to 2.2 s by 16. OnlineDPO generates anew
+  for each micro-batch, so it has one.
 - Fused AdamW over all weights in one parameter group, the learning rate moving once a step, gradients clipped at
   ``learner.max_grad_norm`` or not at all: as in our learner.
 - ``num_mini_batches`` optimizer steps a pass, as ``steps_per_generation``. TRL then computes the log-probs before

@@ -278,7 +278,7 @@ def test_functions_alone_are_called_when_a_response_ends_and_cost_decoding_no_co
     assert {rung.placement for rung in rungs.values()} == {"inline"}
     assert {rung.decode_threads for rung in rungs.values()} == {None}
     for name in ("chunk", "chunk_auto"):
-        with pytest.raises(ConfigError, match=f"runner '{name}' has nobody to stream to, .* leave it out"):
+        with pytest.raises(ConfigError, match=f"runner '{name}' has nobody to stream to: .* leave it out"):
             overlap("grpo", name)
     assert overlap("grpo", "both", "algo_config.beta=0.1").score_at == "auto", "there is a reference"
     assert overlap("ppo", "both").score_at == "auto"

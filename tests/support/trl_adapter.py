@@ -21,6 +21,7 @@ from trl_tiny import EOS, PAD, TinyWorkload
 
 from algorithms.ppo import PPOConfig, token_rewards
 from harness.runners import trl as runner
+from harness.runners import trl_ppo
 from harness.runners.base import RunSpec
 from oppo_kit.config import LearnerConfig, SamplingConfig, TrainConfig
 from oppo_kit.ops.advantages import generalised_advantages
@@ -76,10 +77,10 @@ def record_trl(responses: Sequence[Sequence[int]], algo_config: dict[str, Any], 
         learner=LearnerConfig(max_grad_norm=None, learning_rate=0.004, lr_scheduler_type="constant"),
     )
     workload: Any = TinyWorkload()
-    config = runner._check(train, workload)
-    module = runner._import_ppo_trainer()
+    config = trl_ppo.check_ppo(train, workload)
+    module = runner.import_module("ppo")
     spec = RunSpec(runner="trl", seed=5, train=train)
-    trainer = runner._build_trainer(module, spec, workload, config, str(folder))
+    trainer = trl_ppo._build_trainer(module, spec, workload, config, str(folder))
     run = TrlRun(config, torch.empty(0), 0, torch.empty(0), [])
 
     def given_responses(model: nn.Module, queries: Tensor, *_: Any) -> tuple[Tensor, Tensor]:

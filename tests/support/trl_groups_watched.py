@@ -75,7 +75,6 @@ class Watched:
         self.generation_configs: list[Any] = []
         self.scores: list[float] = []
         self.num_optimizer_steps = 0
-        self.model_modes: list[bool] = []
         self.progress: list[Step] = []
         self.skew_s = 0.0
         build = trl_groups.build_trainer
@@ -125,7 +124,6 @@ class Watched:
     def evaluate(
         self, policy: Any, *, step: int, elapsed_train_s: float, responses_trained: int
     ) -> Evaluation:
-        self.model_modes.append(policy.training)
         policy.eval()
         torch.rand(step + 1)
         self.skew_s += EVALUATION_S

@@ -42,6 +42,7 @@ class Sampler:
 
     def __iter__(self):
         order = self.order()
+        torch.rand(1)  # as samplers may, and as an iterator over a loader does
         for first in range(0, len(order) - BATCH_SIZE + 1, BATCH_SIZE):
             for _ in range(REPEATS):
                 for index in order[first : first + BATCH_SIZE]:
