@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -214,9 +215,9 @@ def test_a_reward_function_trains_and_a_broken_one_is_named(oppo_kit, tmp_path) 
     base = ["train", *SMALL, "--steps", "1", "--reward"]
     done = oppo_kit(*base, "cli_rewards:good", "--out", "good")
     assert done.returncode == 0, done.stderr
-    assert "'bad' raised KeyError('answer') on draws 0" in refused(
-        oppo_kit(*base, "cli_rewards:bad", "--out", "bad")
-    )
+    # Which of the first four responses ends, and so raises, first is not fixed.
+    told = refused(oppo_kit(*base, "cli_rewards:bad", "--out", "bad"))
+    assert re.search(r"'bad' raised KeyError\('answer'\) on draws [0-3] \(.*cli_rewards.py, line 4\)", told)
     per_batch = ("--set", "reward_call_per=batch")
     assert "returned 1" in refused(oppo_kit(*base, "cli_rewards:short", *per_batch, "--out", "short"))
     assert "were all rejected (reward_abstained)" in refused(
