@@ -26,7 +26,7 @@ from harness.processes import run_in_process
 from harness.report import write_report
 from harness.runners.base import RunSpec
 from harness.runners.oppo import RUNGS, overlap_of
-from harness.runners.trl import TRAINERS, can_run
+from harness.runners.trl import OVERLAP, TRAINERS, can_run
 from harness.schema import Environment, Result, Run, Runner, Workload
 from harness.statistics import fill_derived
 from harness.workloads.loading import Workload as LoadedWorkload
@@ -38,6 +38,7 @@ from oppo_kit.registry import create_algorithm
 RUNNERS = {
     "trl": "TRL's {trainer} on the same work, at its best fair settings",
     "trl_continuous": "the same {trainer}, which generates by transformers' continuous batching",
+    "trl_overlap": "the same script with Overlap{trainer}: B + Δ in the air, trained by TRL",
     "sequential": "our backend without overlap: decode all B, score, train",
     "sample": "sequential, but each response is scored when it ends, while others are decoded",
     "chunk": "sequential, but scorers are fed chunks of every response while it is decoded",
@@ -145,7 +146,7 @@ def _check_plan(plan: BenchPlan) -> None:
     if not plan.runners:
         raise ConfigError(f"no runner was named; choose from {', '.join(RUNNERS)}")
     _check_stock_runners(plan)
-    overcommitted = [name for name in plan.runners if name in ("overcommit", "both")]
+    overcommitted = [name for name in plan.runners if name in (OVERLAP, "overcommit", "both")]
     if overcommitted and plan.train.overlap.delta == 0:
         raise ConfigError(
             f"runner {overcommitted[0]!r} needs overlap.delta > 0: with 0 nothing is overcommitted; "

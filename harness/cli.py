@@ -66,7 +66,7 @@ def bench(
         str | None,
         typer.Option(
             help="comma-separated, or ladder: trl, sequential, sample, chunk, chunk_auto, overcommit, both; also "
-            "trl_continuous (grpo, rloo); default trl,sequential,both"
+            "trl_continuous (grpo, rloo) and trl_overlap (grpo, rloo, online_dpo); default trl,sequential,both"
         ),
     ] = None,
     placement: Annotated[

@@ -32,6 +32,7 @@ from harness.timeline import timeline_figure
 RUNNER_COLOURS = {
     "trl": "#4d4d4d",
     "trl_continuous": "#999999",
+    "trl_overlap": "#882255",
     "sequential": "#0072B2",
     "sample": "#56B4E9",
     "chunk": "#009E73",
@@ -42,6 +43,7 @@ RUNNER_COLOURS = {
 RUNNER_STYLES = {
     "trl": "--",
     "trl_continuous": "--",
+    "trl_overlap": "-",
     "sequential": "-.",
     "sample": ":",
     "chunk": ":",

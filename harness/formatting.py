@@ -12,7 +12,14 @@ from harness.schema import Difference, Ratio, Result
 
 ABSENT = "n/a"
 # The end of the ladder against its start says most, so it makes the headline when both were run.
-HEADLINES = ("trl/both", "trl/overcommit", "sequential/both", "sequential/overcommit", "trl/sequential")
+HEADLINES = (
+    "trl/both",
+    "trl/overcommit",
+    "sequential/both",
+    "sequential/overcommit",
+    "trl/trl_overlap",
+    "trl/sequential",
+)
 
 
 def format_number(value: float | None, *, digits: int = 3) -> str:

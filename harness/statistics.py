@@ -28,7 +28,17 @@ from scipy import stats
 from harness.schema import Difference, Evaluation, Ratio, Result, Run, Runner, Step
 
 # From the slowest that one expects to the fastest: every ratio names the earlier one first.
-LADDER = ("trl", "trl_continuous", "sequential", "sample", "chunk", "chunk_auto", "overcommit", "both")
+LADDER = (
+    "trl",
+    "trl_continuous",
+    "trl_overlap",
+    "sequential",
+    "sample",
+    "chunk",
+    "chunk_auto",
+    "overcommit",
+    "both",
+)
 # What the other runners are held against, the first of them that ran.
 BASELINES = ("trl", "sequential")
 STAGES = ("generate", "score", "train", "sync", "engine")

@@ -1,11 +1,13 @@
-"""Stock TRL as a runner: its trainer of the same algorithm, on the same work as our runners.
+"""TRL as a runner: its trainer of the same algorithm, on the same work as our runners.
 
 It finds the installed TRL, imports the trainer's module and hands it on: PPO to ``trl_ppo``, the algorithms with
-groups to ``trl_groups``, which say what makes the comparison fair. TRL is imported nowhere else.
+groups to ``trl_groups``, which say what makes the comparison fair. The harness imports TRL nowhere else. The runner
+``trl_overlap`` is the same script with another class name: our drop-in trainer in place of the stock one.
 """
 
 from __future__ import annotations
 
+import functools
 import importlib
 import time
 import warnings
@@ -26,6 +28,8 @@ if TYPE_CHECKING:
 
 CONTINUOUS = "trl_continuous"
 """The runner whose generation is transformers' continuous batching."""
+OVERLAP = "trl_overlap"
+"""The runner whose trainer is our drop-in one."""
 
 
 class StockTrainer(NamedTuple):
@@ -51,13 +55,20 @@ TRAINERS = MappingProxyType(
         "online_dpo": StockTrainer("OnlineDPOTrainer", "trl.experimental.online_dpo", _GROUP_SERIES),
     }
 )
-"""By our algorithm's name. OnlineDPO has no continuous batching, nor has PPO."""
-HAS_CONTINUOUS = frozenset({"grpo", "rloo"})
+"""By our algorithm's name."""
+ALGORITHMS = MappingProxyType(
+    {
+        "trl": frozenset(TRAINERS),
+        CONTINUOUS: frozenset({"grpo", "rloo"}),  # no other trainer has continuous batching
+        OVERLAP: frozenset({"grpo", "rloo", "online_dpo"}),
+    }
+)
+"""What each runner runs."""
 
 
 def can_run(runner: str, algo: str) -> bool:
-    """Whether TRL has a trainer of this algorithm for the runner ``trl`` or ``trl_continuous``."""
-    return algo in (HAS_CONTINUOUS if runner == CONTINUOUS else TRAINERS)
+    """Whether there is a trainer of this algorithm for a runner of ``ALGORITHMS``."""
+    return algo in ALGORITHMS[runner]
 
 
 def run(
@@ -87,7 +98,7 @@ def run(
     """
     algo = spec.train.algo
     if not can_run(spec.runner, algo):
-        known = ", ".join(sorted(HAS_CONTINUOUS if spec.runner == CONTINUOUS else TRAINERS))
+        known = ", ".join(sorted(ALGORITHMS[spec.runner]))
         raise ConfigError(
             f"algo is {algo!r}, and the {spec.runner} runner runs {known} only; leave the {spec.runner} runner out"
         )
@@ -98,16 +109,25 @@ def run(
 
         return train_ppo(module, spec, workload, evaluate, on_step, clock)
     name = TRAINERS[algo].name
-    trainer_class, config_class = getattr(module, name), getattr(module, name.replace("Trainer", "Config"))
+    trainer_class: Any = getattr(module, name)
+    if spec.runner == OVERLAP:
+        from harness.runners.oppo import overlap_of  # which loads our engine
+        from oppo_kit.integrations import trl as ours
+
+        overlapping = getattr(ours, f"Overlap{name}")
+        # The reward is a function of token ids for both classes, so there is nobody to stream to.
+        overlap = overlap_of(spec.model_copy(update={"runner": "overcommit"}))
+        trainer_class = functools.partial(overlapping, overlap=overlap)
     return train_groups(
         trainer_class,
-        config_class,
+        getattr(module, name.replace("Trainer", "Config")),
         spec,
         workload,
         evaluate,
         on_step,
         clock,
         is_continuous=spec.runner == CONTINUOUS,
+        is_overlapping=spec.runner == OVERLAP,
     )
 
 

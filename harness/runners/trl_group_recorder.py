@@ -2,7 +2,8 @@
 
 It imports no TRL: the trainer is handed in. ``generate_s`` is the call of ``generate`` with what TRL does around it;
 ``score_s`` the reward and the reference's forward passes; ``train_s`` all the rest of the step, TRL's own housekeeping
-included. Evaluation is in no step.
+included. Evaluation is in no step. What a drop-in trainer logs under ``oppo/``, decoding before and beside that call
+included, is taken from there.
 """
 
 from __future__ import annotations
@@ -21,6 +22,18 @@ from harness.schema import Step
 
 if TYPE_CHECKING:
     from harness.runners.base import Evaluate, OnStep, RunSpec
+
+
+_OVERLAP_METRICS = (
+    "generate_s",
+    "tokens_decoded",
+    "delta",
+    "in_flight",
+    "queued",
+    "age_mean",
+    "age_max",
+    "num_deferred",
+)
 
 
 @dataclass
@@ -202,25 +215,34 @@ class GroupRecorder(Recorder):
         num_trained = (len(self.steps) + 1) * batch_size
         scores = torch.cat(meter.scores).float()
         reward_mean = float(scores.nanmean())
+        metrics = _means(self._logs)
+        overlap = {
+            name: value for name in _OVERLAP_METRICS if (value := metrics.get(f"oppo/{name}")) is not None
+        }
+        generate_s = meter.generate_s + overlap.get("generate_s", 0.0)
+        in_flight, queued = int(overlap.get("in_flight", 0)), int(overlap.get("queued", 0))
         return Step(
             step=len(self.steps),
             step_s=step_s,
-            generate_s=meter.generate_s,
+            generate_s=generate_s,
             score_s=meter.score_s,
-            train_s=step_s - meter.generate_s - meter.score_s,
-            tokens_decoded=sum(meter.lengths),
+            train_s=step_s - generate_s - meter.score_s,
+            tokens_decoded=int(overlap.get("tokens_decoded", sum(meter.lengths))),
             tokens_trained=sum(meter.lengths),
             responses_trained=len(meter.lengths),
             reward_mean=None if math.isnan(reward_mean) else reward_mean,
             kl=meter.kl,
-            delta=0,
+            delta=int(overlap.get("delta", 0)),
             chunk_tokens=0,
-            drawn=num_trained,
+            age_mean=overlap.get("age_mean", 0.0),
+            age_max=int(overlap.get("age_max", 0)),
+            num_deferred=int(overlap.get("num_deferred", 0)),
+            drawn=num_trained + in_flight + queued,
             trained=num_trained,
-            in_flight=0,
-            queued=0,
+            in_flight=in_flight,
+            queued=queued,
             trained_lengths=list(meter.lengths),
-            metrics=_means(self._logs),
+            metrics=metrics,
         )
 
 

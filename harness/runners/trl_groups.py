@@ -1,7 +1,8 @@
 """Runs stock TRL ``GRPOTrainer``, ``RLOOTrainer`` or ``OnlineDPOTrainer`` on our runners' work, at its best settings.
 
 It knows neither the engine nor its backends: TRL generates and trains by itself, and is measured from outside
-(``trl_group_recorder``). Nothing of its work is changed. It imports no TRL: the classes are handed in.
+(``trl_group_recorder``). Nothing of its work is changed. It imports no TRL: the classes are handed in. A drop-in
+trainer is handed in and measured in the same way.
 
 What makes the comparison fair, and TRL as fast as its users can have it:
 
@@ -78,6 +79,7 @@ def train_groups(
     clock: Callable[[], float],
     *,
     is_continuous: bool = False,
+    is_overlapping: bool = False,
 ) -> Outcome:
     """Train by a TRL trainer and its config class; the rest as in ``harness.runners.trl``.
 
@@ -99,6 +101,7 @@ def train_groups(
             settings,
             folder,
             is_continuous=is_continuous,
+            is_overlapping=is_overlapping,
         )
         (time_pairs if is_paired(train.algo) else time_groups)(trainer, meter)
         recorder = GroupRecorder(spec, evaluate, on_step, meter, num_updates=num_updates)
@@ -166,6 +169,7 @@ def build_trainer(
     folder: str,
     *,
     is_continuous: bool = False,
+    is_overlapping: bool = False,
 ) -> Any:
     """The trainer, not started.
 
@@ -198,7 +202,9 @@ def build_trainer(
         **(
             _pair_arguments(train, draws)
             if is_paired(train.algo)
-            else _group_arguments(train, draws, algorithm, is_continuous=is_continuous)
+            else _group_arguments(
+                train, draws, algorithm, is_continuous=is_continuous, is_overlapping=is_overlapping
+            )
         ),
     )
     trainer = trainer_class(
@@ -307,7 +313,12 @@ def _shared_arguments(spec: RunSpec) -> dict[str, Any]:
 
 
 def _group_arguments(
-    train: TrainConfig, draws: list[Prompt], algorithm: AlgorithmBase, *, is_continuous: bool
+    train: TrainConfig,
+    draws: list[Prompt],
+    algorithm: AlgorithmBase,
+    *,
+    is_continuous: bool,
+    is_overlapping: bool,
 ) -> dict[str, Any]:
     num_rows = train.batch_size * algorithm.group_size // algorithm.num_mini_batches
     width = max(len(draw.token_ids) for draw in draws) + train.sampling.response_length
@@ -319,7 +330,7 @@ def _group_arguments(
         "per_device_train_batch_size": num_together,
         "gradient_accumulation_steps": num_rows // num_together,
         "steps_per_generation": num_rows // num_together * algorithm.num_mini_batches,
-        "generation_kwargs": {"use_cache": True},
+        "generation_kwargs": None if is_overlapping else {"use_cache": True},
         "use_transformers_continuous_batching": is_continuous,
         "transformers_continuous_batching_config": _cache_for(train.batch_size * algorithm.group_size, width)
         if is_continuous and not torch.cuda.is_available()

@@ -19,6 +19,7 @@ from harness.runners.trl_reward import RewardOnIds
 from oppo_kit.config import TrainConfig
 from oppo_kit.errors import ConfigError
 from oppo_kit.learner.learner import AccelerateLearner
+from oppo_kit.registry import create_algorithm
 from oppo_kit.types import Prompt
 
 
@@ -53,6 +54,26 @@ def test_continuous_batching_is_another_way_to_the_same_work(tmp_path: Path) -> 
     assert len(set(steps[0].trained_lengths)) > 1, "rows end at their stop tokens"
     assert max(steps[0].trained_lengths) <= 12
     assert steps[0].generate_s > 0
+
+
+@pytest.mark.parametrize("algo", ["grpo", "rloo", "online_dpo"])
+def test_the_drop_in_trainer_does_the_same_work_with_groups_in_the_air(algo: str, tmp_path: Path) -> None:
+    require_trl()
+    spec = make_spec(algo, "trl_overlap", num_steps=4, overlap={"delta": 2})
+    group_size = create_algorithm(algo, spec.train.algo_config).group_size
+    steps = runner.run(spec, SavedWorkload(tmp_path), never, lambda _: None).steps
+    assert [step.responses_trained for step in steps] == [4 * group_size] * 4
+    assert {step.delta for step in steps} == {2}
+    assert [step.in_flight + step.queued for step in steps] == [2, 2, 2, 0]
+    assert [step.drawn for step in steps] == [6, 10, 14, 16]
+    assert any(step.num_deferred for step in steps)
+    # Nothing is decoded that is not trained, and nothing twice.
+    assert sum(step.tokens_decoded for step in steps) == sum(step.tokens_trained for step in steps) > 0
+    for step in steps:
+        assert 0 < step.generate_s < step.step_s
+        assert step.generate_s + step.score_s + step.train_s == pytest.approx(step.step_s)
+    if algo != "online_dpo":
+        assert max(step.metrics["oppo/stale_token_frac"] or 0.0 for step in steps) > 0
 
 
 @pytest.mark.parametrize(

@@ -22,8 +22,9 @@ require_word(GRPOTrainer, "_compute_loss", _ANCHOR)
 class OverlapGRPOTrainer(OverlappingTrainer, GRPOTrainer):
     """``trl.GRPOTrainer`` that trains the first groups that end, and carries the others on.
 
-    The constructor takes what ``GRPOTrainer`` takes, and ``overlap=OverlapConfig(...)``. Losses, advantages, metrics,
-    logs and Python reward functions are TRL's. Reward models score where and when ``overlap`` says.
+    The constructor takes what ``GRPOTrainer`` takes, ``overlap=OverlapConfig(...)``, and ``trims_padding`` (see
+    ``OverlappingTrainer``). Losses, advantages, metrics, logs and Python reward functions are TRL's. Reward models
+    score where and when ``overlap`` says.
     """
 
     _anchor_name = _ANCHOR

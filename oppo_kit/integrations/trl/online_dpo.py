@@ -25,12 +25,22 @@ from torch import Tensor
 from transformers import TrainerCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
+from oppo_kit.backends.forward import context_tokens
 from oppo_kit.backends.sampler import Truncation
 from oppo_kit.checkpoint import read_state, write_state
 from oppo_kit.config import OverlapConfig
-from oppo_kit.errors import ConfigError, DataError
+from oppo_kit.errors import DataError
 from oppo_kit.integrations.trl.compatibility import require_attributes, require_methods, require_trl
-from oppo_kit.integrations.trl.pairs import PAIR, RowLoader, in_blocks, padded, rows_of
+from oppo_kit.integrations.trl.pairs import (
+    PAIR,
+    RowLoader,
+    drop_last,
+    in_blocks,
+    padded,
+    refuse_delta,
+    rows_of,
+)
+from oppo_kit.integrations.trl.passes import run_passes
 from oppo_kit.integrations.trl.prompts import ReplayedPrompts, Rounds, Row, replay_loader
 from oppo_kit.integrations.trl.refusals import (
     refuse_arguments,
@@ -66,13 +76,21 @@ require_methods(
         "get_train_dataloader": (),
         "log": ("logs", "start_time"),
         "_generate": ("model", "prompts", "images"),
+        "_forward": (
+            "model",
+            "prompt_ids",
+            "prompt_mask",
+            "completion_ids",
+            "completion_mask",
+            "vision_inputs",
+        ),
         "_calculate_rewards_from_functions": ("prompts", "completions", "completion_ids_list"),
         "_save_checkpoint": ("model", "trial"),
         "_load_optimizer_and_scheduler": ("checkpoint",),
         "_get_output_dir": ("trial",),
     },
 )
-_ATTRIBUTES = ("_tokenizer", "generation_config", "reward_funcs", "reward_processing_classes")
+_ATTRIBUTES = ("_tokenizer", "generation_config", "reward_funcs", "reward_processing_classes", "max_length")
 # Since 1.16 what is generated has a fifth part, the images'.
 _HAS_IMAGE_PART = Version(trl.__version__).release[:2] >= (1, 16)
 _logger = logging.getLogger(__name__)
@@ -85,23 +103,27 @@ _Stock: Any = OnlineDPOTrainer
 class OverlapOnlineDPOTrainer(_Stock):
     """``trl.experimental.online_dpo.OnlineDPOTrainer`` that trains the first pairs that end, and carries the others on.
 
-    The constructor takes what ``OnlineDPOTrainer`` takes, and ``overlap=OverlapConfig(...)``. Losses, metrics, logs and
-    Python reward functions are TRL's (None counts as 0 there). Reward models score where and when ``overlap`` says. The
-    micro-batch that an epoch ends with is left out where it is not full.
+    The constructor takes what ``OnlineDPOTrainer`` takes, ``overlap=OverlapConfig(...)``, and ``trims_padding`` (see
+    ``OverlappingTrainer``). Losses, metrics, logs and Python reward functions are TRL's (None counts as 0 there), but
+    that its sums over responses, ``objective/kl`` among them, also count padding, of which there is less here. Reward
+    models score where and when ``overlap`` says. The micro-batch that an epoch ends with is left out if not full.
 
     Raises:
         ConfigError: a setting that cannot work, named.
         DataError: fewer prompts than a micro-batch.
     """
 
-    def __init__(self, *args: Any, overlap: OverlapConfig | None = None, **kwargs: Any) -> None:
+    def __init__(
+        self, *args: Any, overlap: OverlapConfig | None = None, trims_padding: bool = True, **kwargs: Any
+    ) -> None:
         self.overlap = overlap or OverlapConfig()
+        self._trims_padding = trims_padding
         arguments = _bound(super().__init__, args, kwargs)
         refuse_arguments(arguments)
         config = arguments.get("args")
         if config is not None:
             refuse_common_settings(config)
-            _refuse_delta(config.train_batch_size, self.overlap)
+            refuse_delta(config.train_batch_size, self.overlap)
         if isinstance(arguments.get("reward_funcs"), list):
             # TRL writes into the caller's list.
             arguments = {**arguments, "reward_funcs": list(arguments["reward_funcs"])}
@@ -110,7 +132,7 @@ class OverlapOnlineDPOTrainer(_Stock):
         refuse_processor(self.processing_class)
         refuse_model(self.model)
         refuse_idle_scorers(self.overlap, self.reward_funcs)
-        self._drop_last()
+        drop_last(self.args, self.train_dataset)
         self._reward_tokenizers = [
             tokenizer
             for function, tokenizer in zip(self.reward_funcs, self.reward_processing_classes, strict=True)
@@ -204,25 +226,6 @@ class OverlapOnlineDPOTrainer(_Stock):
             per_epoch=len(loader) if hasattr(self.train_dataset, "__len__") else None,
         )
 
-    def _drop_last(self) -> None:
-        """Leave out the micro-batch that an epoch ends with where it is not full."""
-        if not hasattr(self.train_dataset, "__len__"):
-            return
-        num_prompts, num_pairs = len(self.train_dataset), self._num_pairs
-        if num_prompts < num_pairs:
-            raise DataError(
-                f"the training data has {num_prompts} prompts, and a micro-batch takes per_device_train_batch_size="
-                f"{num_pairs}; give at least as many, or lower it and raise gradient_accumulation_steps"
-            )
-        if num_prompts % num_pairs and not self.args.dataloader_drop_last:
-            _logger.warning(
-                "the last %d of %d prompts of every epoch make no micro-batch of %d and are left out",
-                num_prompts % num_pairs,
-                num_prompts,
-                num_pairs,
-            )
-            self.args.dataloader_drop_last = True
-
     # Generation and scores
 
     def _generate(self, model: Any, prompts: Any, images: Any = None) -> Any:
@@ -240,6 +243,31 @@ class OverlapOnlineDPOTrainer(_Stock):
         )
         on_device = tuple(tensor.to(self.accelerator.device) for tensor in generated)
         return (*on_device, None) if _HAS_IMAGE_PART else on_device
+
+    def _forward(
+        self,
+        model: Any,
+        prompt_ids: Tensor,
+        prompt_mask: Tensor,
+        completion_ids: Tensor,
+        completion_mask: Tensor,
+        vision_inputs: Any = None,
+    ) -> Tensor:
+        stock = super()._forward
+        prompt_tokens = prompt_ids.shape[1]
+        width = prompt_tokens + completion_ids.shape[1]
+        # With prompts that are to be cut, how much is cut depends on the padding.
+        if not (self._trims_padding and self._is_answering) or width > self.max_length:
+            return stock(model, prompt_ids, prompt_mask, completion_ids, completion_mask, vision_inputs)
+
+        def one_pass(rows: Tensor, length: int) -> tuple[Tensor]:
+            answers = completion_ids[rows, :length], completion_mask[rows, :length]
+            return (stock(model, prompt_ids[rows], prompt_mask[rows], *answers),)
+
+        logprobs: Any = run_passes(
+            one_pass, completion_mask, prompt_tokens=prompt_tokens, max_tokens=len(prompt_ids) * width
+        )[0]
+        return logprobs
 
     def _calculate_rewards_from_functions(
         self, prompts: Any, completions: Any, completion_ids_list: Any, **reward_kwargs: Any
@@ -282,7 +310,7 @@ class OverlapOnlineDPOTrainer(_Stock):
             self._replay,
             self._prompt_ids,
             max_new_tokens=args.max_new_tokens,
-            context=getattr(self.model.config.get_text_config(), "max_position_embeddings", None),
+            context=context_tokens(self.model.config),
         )
         stops = self.generation_config.eos_token_id
         return TrainerRollouts(
@@ -362,16 +390,6 @@ class _CommitCallback(TrainerCallback):
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:  # noqa: ARG002
         self._trainer._commit()
-
-
-def _refuse_delta(num_pairs: int, overlap: OverlapConfig) -> None:
-    limit = num_pairs * overlap.max_age
-    if overlap.delta > limit:
-        raise ConfigError(
-            f"overlap.delta={overlap.delta} exceeds B × max_age = {num_pairs} × {overlap.max_age}, where B = "
-            f"per_device_train_batch_size = {num_pairs}: more than B pairs could be due at once; delta may be 0 to "
-            f"{limit}, usually up to {max(1, num_pairs // 2)}, or raise per_device_train_batch_size or overlap.max_age"
-        )
 
 
 def _bound(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:

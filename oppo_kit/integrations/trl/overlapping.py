@@ -16,7 +16,7 @@ import copy
 import inspect
 import logging
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 from accelerate.utils import send_to_device
@@ -29,6 +29,7 @@ from oppo_kit.backends.sampler import Truncation
 from oppo_kit.checkpoint import read_state, write_state
 from oppo_kit.config import OverlapConfig
 from oppo_kit.integrations.trl.compatibility import require_attributes
+from oppo_kit.integrations.trl.passes import LOGPROB_METHODS, ShortPasses
 from oppo_kit.integrations.trl.prompts import ReplayedPrompts, Rounds, Row, replay_loader
 from oppo_kit.integrations.trl.refusals import (
     refuse_arguments,
@@ -49,15 +50,10 @@ from oppo_kit.integrations.trl.weights import generator_dtype
 from oppo_kit.placement.placing import settle_placement
 from oppo_kit.types import RolloutBatch
 
-if TYPE_CHECKING:
-    _Trainer = Any  # one of TRL's, which the trainers name behind this class
-else:
-    _Trainer = object
-
 STATE_NAME = "oppo_kit.pt"
 """File in a checkpoint folder: what is in the air, and where the data stands."""
 
-METHODS = {
+METHODS = LOGPROB_METHODS | {
     "train": ("resume_from_checkpoint",),
     "get_train_dataloader": (),
     "_prepare_inputs": ("generation_batch",),
@@ -86,7 +82,7 @@ _ATTRIBUTES = (
 _logger = logging.getLogger(__name__)
 
 
-class OverlappingTrainer(_Trainer):
+class OverlappingTrainer(ShortPasses):
     """To inherit from, before a trainer of TRL; see the module.
 
     A trainer says ``_anchor_name``, the key under which its loss finds the log-probs that ratios are taken against, and
@@ -95,6 +91,8 @@ class OverlappingTrainer(_Trainer):
     Args:
         args, kwargs: as the stock trainer's.
         overlap: what overlaps; None: nothing, but the responses are the engine's.
+        trims_padding: rows go through the policy and the reference by length, without most of the padding, which
+            changes rounding only. False: as stock has them, to the bit.
 
     Raises:
         ConfigError: a setting that cannot work, named.
@@ -102,8 +100,11 @@ class OverlappingTrainer(_Trainer):
 
     _anchor_name: ClassVar[str]
 
-    def __init__(self, *args: Any, overlap: OverlapConfig | None = None, **kwargs: Any) -> None:
+    def __init__(
+        self, *args: Any, overlap: OverlapConfig | None = None, trims_padding: bool = True, **kwargs: Any
+    ) -> None:
         self.overlap = overlap or OverlapConfig()
+        self._trims_padding = trims_padding
         arguments = _bound(super().__init__, args, kwargs)
         refuse_arguments(arguments)
         if arguments.get("args") is not None:

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from oppo_kit.errors import DataError
+from oppo_kit.config import OverlapConfig
+from oppo_kit.errors import ConfigError, DataError
 from oppo_kit.integrations.trl.prompts import Row
 from oppo_kit.types import pad_rows
+
+_logger = logging.getLogger(__name__)
 
 PAIR = 2
 """Responses to a prompt."""
@@ -62,3 +66,42 @@ def padded(rows: Sequence[Sequence[int]], pad_token_id: int) -> tuple[Tensor, Te
     width = max(len(row) for row in rows)
     mask = pad_rows([[1] * len(row) for row in rows], width, torch.long)
     return pad_rows(rows, width, torch.long).masked_fill(mask == 0, pad_token_id), mask
+
+
+def drop_last(args: Any, data: Any) -> None:
+    """Leave out the micro-batch that an epoch ends with where it is not full.
+
+    Raises:
+        DataError: none is full.
+    """
+    if not hasattr(data, "__len__"):
+        return
+    num_prompts, num_pairs = len(data), args.train_batch_size
+    if num_prompts < num_pairs:
+        raise DataError(
+            f"the training data has {num_prompts} prompts, and a micro-batch takes per_device_train_batch_size="
+            f"{num_pairs}; give at least as many, or lower it and raise gradient_accumulation_steps"
+        )
+    if num_prompts % num_pairs and not args.dataloader_drop_last:
+        _logger.warning(
+            "the last %d of %d prompts of every epoch make no micro-batch of %d and are left out",
+            num_prompts % num_pairs,
+            num_prompts,
+            num_pairs,
+        )
+        args.dataloader_drop_last = True
+
+
+def refuse_delta(num_pairs: int, overlap: OverlapConfig) -> None:
+    """Δ against the age bound.
+
+    Raises:
+        ConfigError: more than B pairs could be due at once.
+    """
+    limit = num_pairs * overlap.max_age
+    if overlap.delta > limit:
+        raise ConfigError(
+            f"overlap.delta={overlap.delta} exceeds B × max_age = {num_pairs} × {overlap.max_age}, where B = "
+            f"per_device_train_batch_size = {num_pairs}: more than B pairs could be due at once; delta may be 0 to "
+            f"{limit}, usually up to {max(1, num_pairs // 2)}, or raise per_device_train_batch_size or overlap.max_age"
+        )

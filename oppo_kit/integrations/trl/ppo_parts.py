@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from transformers import DataCollatorWithPadding, PreTrainedTokenizerBase, get_scheduler
 
-from oppo_kit.backends.forward import causal_model
+from oppo_kit.backends.forward import causal_model, context_tokens
 from oppo_kit.data import ATTENTION_MASK, INPUT_IDS, PromptDataset
 from oppo_kit.errors import ConfigError, DataError, ModelError
 from oppo_kit.learner.learner import MakeOptimizers
@@ -74,7 +74,7 @@ def longest_prompt(prompts: PromptDataset, policy: nn.Module, args: Any) -> int:
         DataError: with a full response it exceeds the policy's context.
     """
     longest = max(len(prompts.draw(index).token_ids) for index in range(len(prompts)))
-    context = getattr(causal_model(policy).config.get_text_config(), "max_position_embeddings", None)
+    context = context_tokens(causal_model(policy).config)
     if context is not None and longest + args.response_length > context:
         raise DataError(
             f"the longest prompt has {longest} tokens; with response_length={args.response_length} it exceeds the "

@@ -39,6 +39,9 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "rounds within an update": {"gradient_accumulation_steps": 4, "steps_per_generation": 2},
 }
 
+# What is trimmed is the same to rounding alone.
+UNTRIMMED: dict[str, Any] = {"trainer_arguments": {"trims_padding": False}}
+
 
 @pytest.mark.parametrize(
     ("name", "settings"),
@@ -53,7 +56,9 @@ def test_without_overcommit_the_weights_are_those_of_the_stock_trainer_fed_the_s
     name, settings, tmp_path
 ) -> None:
     changes = SETTINGS[settings]
-    ours = make_trainer(name, tmp_path, trainer_class=watched(overlap_class(name)), overlap={}, **changes)
+    ours = make_trainer(
+        name, tmp_path, trainer_class=watched(overlap_class(name)), overlap={}, **changes, **UNTRIMMED
+    )
     ours.train()
     stock = make_trainer(
         name, tmp_path, trainer_class=playback(stock_class(name), answers_of(ours)), **changes

@@ -386,3 +386,32 @@ def test_whoever_generates_beside_training_gets_the_stock_generation(make) -> No
     parts = trainer._generate(trainer.model, ["ab", "x"])
     assert parts[0].shape[0] == 4
     assert len(parts) == 4 + online_dpo._HAS_IMAGE_PART
+
+
+@pytest.mark.parametrize(
+    ("changes", "is_shorter"), [({}, True), ({"peft_config": LORA}, True), ({"max_length": 8}, False)]
+)
+def test_trimmed_updates_are_the_untrimmed_ones_to_rounding(make, changes, is_shorter, monkeypatch) -> None:
+    """But prompts that TRL cuts to its max_length are cut as stock cuts them."""
+    monkeypatch.setattr("oppo_kit.integrations.trl.passes._PASS_TOKENS", 1)
+    logs, tokens, ends = [], [], []
+    for trims_padding in (True, False):
+        torch.manual_seed(0)
+        trainer = make(overlap=OVERLAP, trims_padding=trims_padding, learning_rate=1e-4, **changes)
+        tokens.append(0)
+
+        def count(_module: Any, _args: Any, kwargs: Any) -> None:
+            if "past_key_values" not in kwargs:  # as decoding has
+                tokens[-1] += kwargs["attention_mask"].numel()
+
+        trainer.model.register_forward_pre_hook(count, with_kwargs=True)
+        trainer.train()
+        logs.append([entry for entry in trainer.state.log_history if "loss" in entry])
+        ends.append(weights(trainer))
+    for one, other in zip(*logs, strict=True):
+        for key in ("loss", "grad_norm", "logps/chosen", "rewards/margins"):
+            assert one[key] == pytest.approx(other[key], rel=1e-3, abs=1e-5), key
+    for one, other in zip(*ends, strict=True):
+        torch.testing.assert_close(one, other, atol=2e-4, rtol=0)
+    assert (tokens[0] < tokens[1]) == is_shorter
+    assert tokens[1] > 0
