@@ -37,6 +37,7 @@ from torch import Tensor
 from oppo_kit.algorithm import AlgorithmBase, AlgorithmConfig
 from oppo_kit.ops.masking import masked_mean, masked_sum
 from oppo_kit.ops.ratios import summed_log_ratios
+from oppo_kit.ops.rollout_metrics import objective_metrics
 from oppo_kit.types import MicroBatch, PolicyOutputs, RolloutBatch, TrainBatch
 
 
@@ -168,11 +169,7 @@ def _batch_metrics(batch: RolloutBatch, scores: Tensor, preference: Tensor, beta
     chosen, rejected = chosen_and_rejected(scores, preference)
     is_pair = preference[::2] != 0
     return {
-        "objective/kl": sequence_kl,
-        "objective/entropy": float(-batch.behaviour_logprobs.sum(1).mean()),
-        "objective/non_score_reward": -beta * sequence_kl,
-        "objective/rlhf_reward": -beta * sequence_kl + float(scores.mean()),
-        "objective/scores": float(scores.mean()),
+        **objective_metrics(batch, scores, sequence_kl, beta),
         "objective/scores_margin": float(masked_mean(chosen - rejected, is_pair)),
         "oppo/tie_frac": float((scores[::2] == scores[1::2]).float().mean()),
         "val/contain_eos_token": float(batch.is_stopped.float().mean()),

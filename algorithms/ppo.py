@@ -28,6 +28,7 @@ from oppo_kit.ops.corrections import WEIGHT_CAP, Correction, correct
 from oppo_kit.ops.kl import KLEstimator, kl_estimate
 from oppo_kit.ops.losses import clipped_surrogate, clipped_value_loss
 from oppo_kit.ops.masking import masked_sum, masked_whiten
+from oppo_kit.ops.rollout_metrics import objective_metrics
 from oppo_kit.types import MicroBatch, PolicyOutputs, RolloutBatch, TrainBatch
 
 
@@ -104,7 +105,10 @@ class PPO(AlgorithmBase):
                 "returns": returns,
                 "old_values": values,
             },
-            metrics=_batch_metrics(batch, scores, kl, config.kl_coef),
+            metrics={
+                **objective_metrics(batch, scores, float(kl.sum(1).mean()), config.kl_coef),
+                "val/num_eos_tokens": float(batch.is_stopped.sum()),
+            },
         )
 
     def loss(self, micro_batch: MicroBatch, outputs: PolicyOutputs) -> tuple[Tensor, dict[str, Tensor]]:
@@ -154,18 +158,6 @@ def token_rewards(scores: Tensor, kl: Tensor, response_lengths: Tensor, *, kl_co
     rows = torch.nonzero(response_lengths > 0).squeeze(1)
     rewards[rows, response_lengths[rows] - 1] += scores[rows]
     return rewards
-
-
-def _batch_metrics(batch: RolloutBatch, scores: Tensor, kl: Tensor, kl_coef: float) -> dict[str, float]:
-    sequence_kl = float(kl.sum(1).mean())
-    return {
-        "objective/kl": sequence_kl,
-        "objective/entropy": float(-batch.behaviour_logprobs.sum(1).mean()),
-        "objective/non_score_reward": -kl_coef * sequence_kl,
-        "objective/rlhf_reward": -kl_coef * sequence_kl + float(scores.mean()),
-        "objective/scores": float(scores.mean()),
-        "val/num_eos_tokens": float(batch.is_stopped.sum()),
-    }
 
 
 def _required(value: Any, what: str) -> Any:

@@ -20,6 +20,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from harness.cores import Placement, split_cores
 from harness.environment import describe_environment, num_usable_cores
+from harness.faults import FAULTS
 from harness.folders import make_folder, write_atomically
 from harness.measurement.bound import StageCosts, best_of, bound_of
 from harness.processes import run_in_process
@@ -99,6 +100,7 @@ class BenchPlan:
     placement: Placement = "shared"
     num_threads: int | None = None
     num_calibration_steps: int = 3
+    fault: str | None = None
     command: str = field(default_factory=lambda: shlex.join(["oppo-kit", *sys.argv[1:]]))
 
 
@@ -143,6 +145,8 @@ def _check_plan(plan: BenchPlan) -> None:
     for name in plan.runners:
         if name not in RUNNERS:
             raise UnknownNameError("runner", name, RUNNERS)
+    if plan.fault is not None and plan.fault not in FAULTS:
+        raise UnknownNameError("fault", plan.fault, FAULTS)
     if not plan.runners:
         raise ConfigError(f"no runner was named; choose from {', '.join(RUNNERS)}")
     _check_stock_runners(plan)
@@ -169,6 +173,8 @@ def _check_stock_runners(plan: BenchPlan) -> None:
     for name in plan.runners:
         if name in RUNGS:
             continue
+        if plan.fault is not None:
+            raise ConfigError(f"runner {name!r} is TRL's, and a fault is put into ours; leave it out")
         if plan.placement == "split":
             raise ConfigError(
                 f"runner {name!r} cannot split actor and scorers; leave it out, or use placement 'shared'"
@@ -212,6 +218,7 @@ def _describe_workload(plan: BenchPlan, loaded: LoadedWorkload) -> Workload:
         num_eval_problems=len(loaded.eval_prompts),
         eval_sha256=hashlib.sha256(held_out.encode()).hexdigest(),
         config=train.model_dump(mode="json"),
+        fault=plan.fault,
     )
 
 
@@ -233,6 +240,7 @@ def _spec(plan: BenchPlan, runner: str, pair: int, num_threads: int) -> RunSpec:
         eval_every=plan.eval_every,
         num_eval_problems=plan.num_eval_problems,
         num_warmup_steps=plan.num_warmup_steps,
+        fault=plan.fault,
     )
 
 

@@ -1,4 +1,4 @@
-"""The command ``oppo-kit``: bench, train, report, doctor. Parses and prints; the work is done elsewhere.
+"""The command ``oppo-kit``: bench, train, report, check, doctor. Parses and prints; the work is done elsewhere.
 
 Nothing heavy is imported before a command needs it, so that ``--help`` and ``doctor`` load no algorithm.
 """
@@ -14,6 +14,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 from rich.logging import RichHandler
+from typer.core import TyperCommand
 
 from oppo_kit.errors import ConfigError, OppoError
 
@@ -85,6 +86,13 @@ def bench(
     calibration_steps: Annotated[
         int, typer.Option(min=2, help="steps per thread count that is tried, the first one not counted")
     ] = 3,
+    fault: Annotated[
+        str | None,
+        typer.Option(
+            help="put one into our runners, to see whether check finds it: flipped_advantages, "
+            "shifted_logprobs"
+        ),
+    ] = None,
     quick: Annotated[
         bool, typer.Option("--quick", help="a smoke run in under 90 s; never quote its figures")
     ] = False,
@@ -116,12 +124,13 @@ def bench(
         folder=folder,
         num_threads=1 if quick else threads,
         num_calibration_steps=calibration_steps,
+        fault=fault,
     )
     console = Console()
     if "trl" not in plan.runners and not can_run("trl", train.algo):
         console.print(f"TRL has no trainer of {train.algo}, so runner trl is left out", markup=False)
     result = run_bench(plan, console)
-    console.print(summary_table(result))
+    console.print(summary_table(result, console.width))
     console.print(one_sentence_of(result), markup=False)
     console.print(f"report: {folder / 'report.md'}   results: {folder / 'result.json'}", markup=False)
 
@@ -177,6 +186,50 @@ def report(runs: Annotated[list[Path], typer.Argument(help="folders of finished 
 
     for file in report_runs(runs):
         print(file)
+
+
+class _CheckCommand(TyperCommand):
+    """Ends with 3 after a wrong option or argument: 2, as elsewhere, is a verdict of ``check``."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        # Typer keeps a click of its own or uses the installed one; either way, this is click's UsageError.
+        usage_error: type[Exception] = typer.BadParameter.__bases__[0]
+        try:
+            return super().parse_args(ctx, args)
+        except usage_error as error:
+            refusal: Any = error
+            refusal.exit_code = 3
+            raise
+
+
+@app.command(cls=_CheckCommand)
+def check(
+    run: Annotated[Path, typer.Argument(help="folder of a finished benchmark, or its result.json")],
+    against: Annotated[Path, typer.Option(help="the reference: another, or the same with another runner")],
+    runner: Annotated[str | None, typer.Option(help="which runner of RUN, if it has several")] = None,
+    reference_runner: Annotated[
+        str | None, typer.Option(help="which runner of the reference, if it has several")
+    ] = None,
+    margin: Annotated[
+        str, typer.Option(help="how much may differ, as a share of what the reference gained: 10% or 0.1")
+    ] = "10%",
+    markdown: Annotated[Path | None, typer.Option(help="file for a pull request's comment")] = None,
+    figure: Annotated[Path | None, typer.Option(help="PNG file for both learning curves")] = None,
+) -> None:
+    """Did RUN learn as the reference did? Exit code 0: yes; 1: no; 2: cannot tell; 3: not comparable, or bad input."""
+    from harness.check.command import run_check
+
+    code = run_check(
+        run,
+        against,
+        runner=runner,
+        reference_runner=reference_runner,
+        margin=margin,
+        markdown=markdown,
+        figure=figure,
+        console=Console(),
+    )
+    raise typer.Exit(code)
 
 
 @app.command()

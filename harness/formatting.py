@@ -79,6 +79,8 @@ def one_sentence_of(result: Result) -> str:
     start = "Smoke run, do not quote: per" if result.is_quick else "Per"
     if result.workload.placement == "split":
         start = f"With cores split between actor and scorers, a model of dedicated devices: {start.lower()}"
+    if result.workload.fault is not None:
+        start = f"With the fault {result.workload.fault}, put in on purpose: {start.lower()}"
     key = next((name for name in HEADLINES if name in result.ratios), None)
     if key is None:
         names = " and ".join(result.runners) or "no runner"

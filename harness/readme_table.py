@@ -27,6 +27,7 @@ HEADER = (
     "sequential/overcommit",
     "sequential/both",
     "trl/both",
+    "trl/trl_overlap",
     "Final accuracy (points), else score, last rung less baseline",
     "Time to reward",
 )
@@ -39,7 +40,7 @@ NOTE = (
 
 
 def render_table(results_dir: Path) -> str:
-    """A Markdown table of every ``results_dir``/*/result.json that is not a smoke run, by folder name.
+    """A Markdown table of every ``results_dir``/*/result.json that is no smoke run and has no fault, by folder name.
 
     Raises:
         StateError: a results file does not fit.
@@ -49,7 +50,7 @@ def render_table(results_dir: Path) -> str:
     rows = [
         _row(result, f"{results_dir.name}/{file.parent.name}")
         for file, result in loaded
-        if not result.is_quick
+        if not result.is_quick and result.workload.fault is None
     ]
     return f"{markdown_table(HEADER, rows)}\n\n{NOTE}" if rows else NO_RESULTS
 
@@ -107,7 +108,7 @@ def _row(result: Result, folder: str) -> list[str]:
         f"[{result.name}]({folder}/report.md)",
         f"{work.algorithm}, {work.model}, {size}, {work.num_steps} steps{placement}",
         _machine(result),
-        *(_ratio(result.ratios.get(name)) for name in HEADER[3:7]),
+        *(_ratio(result.ratios.get(name)) for name in HEADER[3:8]),
         _difference(result),
         _times(result),
     ]

@@ -54,6 +54,9 @@ class Workload(_Strict):
     num_eval_problems: int
     eval_sha256: str = Field(description="hash of the held-out prompts")
     config: dict[str, object] = Field(description="the whole training configuration")
+    fault: str | None = Field(
+        default=None, description="put into our runners on purpose; None: as they should be"
+    )
 
 
 class Step(_Strict):

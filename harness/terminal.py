@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from rich.console import Group
 from rich.table import Table
 
 from harness.formatting import format_ratio_range
@@ -9,21 +10,34 @@ from harness.report import runner_rows
 from harness.schema import Result
 from harness.statistics import summarise_runner
 
+# Of the first column and of a runner's, borders included: the longest label, and numbers of a usual size.
+_LABEL_WIDTH = 37
+_RUNNER_WIDTH = 14
 
-def summary_table(result: Result) -> Table:
-    """One column a runner, and below the runners the ratios with their range over pairs."""
-    title = f"{result.name}: smoke run, do not quote" if result.is_quick else result.name
-    table = Table(title=title, title_justify="left")
-    table.add_column("measured steps")
-    for name in result.runners:
-        table.add_column(name, justify="right")
-    for row in runner_rows(result, [summarise_runner(result, name) for name in result.runners]):
-        table.add_row(*row)
-    table.add_section()
+
+def summary_table(result: Result, width: int) -> Group:
+    """One column a runner, in as many tables as fit so many characters, and a table of the ratios."""
+    names = list(result.runners)
+    rows = runner_rows(result, [summarise_runner(result, name) for name in names])
+    together = max(1, (width - _LABEL_WIDTH) // _RUNNER_WIDTH)
+    tables = []
+    for start in range(0, len(names), together):
+        table = Table(title=_title(result) if start == 0 else None, title_justify="left")
+        table.add_column("measured steps")
+        for name in names[start : start + together]:
+            table.add_column(name, justify="right")
+        for label, *cells in rows:
+            table.add_row(label, *cells[start : start + together])
+        tables.append(table)
+    return Group(*tables, *([_ratios(result)] if result.ratios else []))
+
+
+def _title(result: Result) -> str:
+    return f"{result.name}: smoke run, do not quote" if result.is_quick else result.name
+
+
+def _ratios(result: Result) -> Table:
+    table = Table("time per response", "times as long", "over pairs")
     for key, ratio in result.ratios.items():
-        slow, _, fast = key.partition("/")
-        cells = {fast: f"{ratio.median:.2f}x", slow: "1"}
-        table.add_row(
-            f"time, {key} ({format_ratio_range(ratio)})", *(cells.get(name, "") for name in result.runners)
-        )
+        table.add_row(key, f"{ratio.median:.2f}", format_ratio_range(ratio))
     return table

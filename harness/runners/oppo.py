@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from harness.faults import break_algorithm
 from harness.runners.base import Evaluate, OnStep, Outcome, RunSpec, make_function_scorer
 from harness.schema import Evaluation, Step, TimelineSpan
 from harness.workloads.base import get_task
@@ -79,6 +80,8 @@ def run(spec: RunSpec, workload: Workload, evaluate: Evaluate, on_step: OnStep) 
     evaluations: list[Evaluation] = []
     timeline: list[TimelineSpan] = []
     with make_engine(train, workload) as engine:
+        if spec.fault is not None:
+            break_algorithm(engine.algorithm, spec.fault)
 
         def evaluate_now() -> None:
             evaluations.append(
@@ -141,7 +144,7 @@ def to_step(report: StepReport) -> Step:
         tokens_trained=report.tokens_trained,
         responses_trained=report.responses_trained,
         reward_mean=report.reward_mean,
-        kl=metrics.get("objective/kl"),
+        kl=metrics.get("objective/kl", metrics.get("kl")),
         score_busy_s=report.score_busy_s,
         tokens_prefetched=report.tokens_prefetched,
         tokens_scored=report.tokens_scored,

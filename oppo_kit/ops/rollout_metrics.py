@@ -1,4 +1,4 @@
-"""Numbers about a batch of groups, under the names of TRL's GRPO and RLOO trainers."""
+"""Numbers about a batch, under the names of TRL's trainers."""
 
 from __future__ import annotations
 
@@ -21,6 +21,27 @@ def reward_metrics(scores: Tensor, group_size: int) -> dict[str, float]:
         "reward": float(scores.nanmean()),
         "reward_std": float(batch_std(scores)),
         "frac_reward_zero_std": float(torch.isclose(deviations, deviations.new_zeros(())).double().mean()),
+    }
+
+
+def objective_metrics(
+    batch: RolloutBatch, scores: Tensor, sequence_kl: float, kl_coef: float
+) -> dict[str, float]:
+    """What PPO and online DPO raise: scores less the pull to the reference, and the entropy of a response.
+
+    Args:
+        batch: for the log-probs of sampling.
+        scores: [R], finite.
+        sequence_kl: mean over responses of the sum over tokens.
+        kl_coef: weight of the pull.
+    """
+    score = float(scores.mean())
+    return {
+        "objective/kl": sequence_kl,
+        "objective/entropy": float(-batch.behaviour_logprobs.sum(1).mean()),
+        "objective/non_score_reward": -kl_coef * sequence_kl,
+        "objective/rlhf_reward": -kl_coef * sequence_kl + score,
+        "objective/scores": score,
     }
 
 

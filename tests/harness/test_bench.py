@@ -121,7 +121,7 @@ def test_what_was_measured_before_a_failure_is_kept(tmp_path, recorded, monkeypa
             UnknownNameError,
             "unknown runner 'overcomit'; did you mean 'overcommit'",
         ),
-        ({"runners": []}, ConfigError, "no runner was named; choose from trl, trl_continuous, sequential"),
+        ({"runners": []}, ConfigError, "no runner was named; choose from trl, trl_continuous, trl_overlap"),
         (
             {"placement": "split", "runners": ["trl"]},
             ConfigError,
@@ -132,6 +132,17 @@ def test_what_was_measured_before_a_failure_is_kept(tmp_path, recorded, monkeypa
             ConfigError,
             "runner 'trl_continuous': TRL has no such trainer of algorithm 'ppo'; leave it out",
         ),
+        (
+            {"runners": ["trl_overlap"]},
+            ConfigError,
+            "runner 'trl_overlap': TRL has no such trainer of algorithm 'ppo'; leave it out",
+        ),
+        (
+            {"runners": ["trl", "sequential"], "fault": "flipped_advantages"},
+            ConfigError,
+            "runner 'trl' is TRL's, and a fault is put into ours; leave it out",
+        ),
+        ({"fault": "fliped_advantages"}, UnknownNameError, "did you mean 'flipped_advantages'"),
         ({"placement": "split", "num_threads": 2}, ConfigError, "gives the actor one core, so not 2 threads"),
         ({"num_warmup_steps": 4}, ConfigError, "num_steps=4 leaves nothing to measure after 4 warm-up steps"),
     ],

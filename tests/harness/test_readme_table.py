@@ -42,7 +42,7 @@ def test_every_full_result_has_a_row_with_its_figures(results: Path) -> None:
     )
     assert rows[1] == (
         "| [synthetic](results/b/report.md) | ppo, tiny, B = 4, 12 steps | Test CPU, 2 cores | "
-        "2.50 (2.00 to 3.00) | 1.67 (1.67 to 1.67) | n/a | n/a | -1.00 (-4.37 to +2.37), overcommit less trl | "
+        "2.50 (2.00 to 3.00) | 1.67 (1.67 to 1.67) | n/a | n/a | n/a | -1.00 (-4.37 to +2.37), overcommit less trl | "
         "trl 263 s, sequential 210 s, overcommit 205 s |"
     )
 
@@ -90,7 +90,7 @@ def test_a_missing_runner_leaves_its_cells_absent(results: Path) -> None:
     _commit(results, "a", ladder)
     row = render_table(results).splitlines()[2]
     assert (
-        "| n/a | 1.67 (1.67 to 1.67) | n/a | n/a | -1.00 (-4.37 to +2.37), overcommit less sequential |"
+        "| n/a | 1.67 (1.67 to 1.67) | n/a | n/a | n/a | -1.00 (-4.37 to +2.37), overcommit less sequential |"
         in row
     )
 

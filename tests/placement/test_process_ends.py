@@ -231,15 +231,18 @@ def test_cores_that_the_container_does_not_give_are_refused(monkeypatch: pytest.
 PARENT = """
 import os, signal, sys
 from pathlib import Path
-from child_scorers import Lengths, Waiting, ended
+from child_scorers import HeldBack, Lengths, Waiting, ended
 from oppo_kit.placement.process import ProcessPlacement, ScoringProcess
 
-scorers = {"waiting": Waiting(Path(sys.argv[1])), "lengths": Lengths()}
+folder = Path(sys.argv[1])
+scorers = {"waiting": Waiting(folder), "lengths": HeldBack(folder / "held") if IS_HELD else Lengths()}
 process = ScoringProcess(scorers)
 handles = {name: ProcessPlacement(name, scorer, process) for name, scorer in scorers.items()}
 """
 
-KILLED = """
+KILLED = f"""
+IS_HELD = False
+{PARENT}
 process.wait_until_ready()
 if os.fork() == 0:  # holds the parent's end of the pipe open, as a data loader's worker would
     null = os.open(os.devnull, os.O_RDWR)
@@ -251,11 +254,12 @@ handles["waiting"].forget(None)
 handles["lengths"].submit([ended(1)])[0].result()
 """
 
-INTERRUPTED = """
+INTERRUPTED = f"""
+IS_HELD = True
+{PARENT}
 try:
     print(process.pid, flush=True)
     process._ready.wait()
-    raise SystemExit("the interrupt came too late")
 except KeyboardInterrupt:
     process.wait_until_ready()
 print("ready", flush=True)
@@ -268,7 +272,7 @@ process.close()
 def start_parent(script: str, folder: Path, temporary: Path) -> subprocess.Popen[str]:
     support = str(Path(child_scorers.__file__).parent)
     return subprocess.Popen(
-        [sys.executable, "-c", PARENT + script, str(folder)],
+        [sys.executable, "-c", script, str(folder)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -296,14 +300,13 @@ def test_when_the_parent_is_killed_the_child_goes_in_the_middle_of_a_call(tmp_pa
 
 def test_an_interrupt_is_the_parents_and_the_child_says_nothing(tmp_path: Path) -> None:
     """Once while the child starts, to the group, as a terminal sends it, and once to the child itself."""
+    os.mkfifo(tmp_path / "held")
     parent = start_parent(INTERRUPTED, tmp_path, tmp_path)
     assert parent.stdout is not None
     child_pid = int(parent.stdout.readline())
     os.killpg(parent.pid, signal.SIGINT)
-    line = parent.stdout.readline()
-    if not line and "too late" in (told := parent.communicate(timeout=WAIT_S)[1]):
-        pytest.skip(f"on a busy machine the child was ready first: {told.strip()}")
-    assert line == "ready\n"
+    (tmp_path / "held").write_text("go on")
+    assert parent.stdout.readline() == "ready\n"
     os.kill(child_pid, signal.SIGINT)
     output, words = parent.communicate("go on\n", timeout=WAIT_S)
     assert (output, words, parent.returncode) == ("3.0\n", "", 0)

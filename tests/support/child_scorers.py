@@ -35,6 +35,18 @@ class Lengths:
         return [float(len(rollout.token_ids)) if rollout.token_ids else None for rollout in rollouts]
 
 
+class HeldBack(Lengths):
+    """A child that loads it is not ready before somebody writes to the pipe ``release``."""
+
+    def __init__(self, release: Path) -> None:
+        super().__init__()
+        self.release = release
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__ |= state
+        self.release.read_bytes()
+
+
 class Threads:
     name = "threads"
 

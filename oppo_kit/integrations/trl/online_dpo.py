@@ -310,6 +310,7 @@ class OverlapOnlineDPOTrainer(_Stock):
             self._replay,
             self._prompt_ids,
             max_new_tokens=args.max_new_tokens,
+            limit_name="max_new_tokens",
             context=context_tokens(self.model.config),
         )
         stops = self.generation_config.eos_token_id

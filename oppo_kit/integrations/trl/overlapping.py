@@ -243,6 +243,7 @@ class OverlappingTrainer(ShortPasses):
             self._replay,
             self._prompt_ids,
             max_new_tokens=args.max_completion_length,
+            limit_name="max_completion_length",
             context=context_tokens(self.model.config),
         )
         return TrainerRollouts(

@@ -62,6 +62,7 @@ class ReplayedPrompts:
         replay: all rows without end, each call from the first on; a row is only read when its function is called.
         tokenize: a row's prompt as the trainer itself encodes it.
         max_new_tokens: token limit of every response.
+        limit_name: what the trainer's arguments call it.
         context: tokens that the policy can read; None: no limit is known.
     """
 
@@ -71,11 +72,13 @@ class ReplayedPrompts:
         tokenize: Callable[[Row], Sequence[int]],
         *,
         max_new_tokens: int,
+        limit_name: str,
         context: int | None = None,
     ) -> None:
         self._replay = replay
         self._tokenize = tokenize
         self._max_new_tokens = max_new_tokens
+        self._limit_name = limit_name
         self._context = context
         self._rows: Iterator[LazyRow] = iter(())
         self._num_replayed = 0
@@ -108,9 +111,8 @@ class ReplayedPrompts:
             )
         if self._context is not None and len(token_ids) + self._max_new_tokens > self._context:
             raise DataError(
-                f"draw {draw_id}: {len(token_ids)} prompt tokens and max_completion_length={self._max_new_tokens} "
-                f"exceed the policy's context of {self._context}; lower max_completion_length, or leave long prompts "
-                "out"
+                f"draw {draw_id}: {len(token_ids)} prompt tokens and {self._limit_name}={self._max_new_tokens} exceed "
+                f"the policy's context of {self._context}; lower {self._limit_name}, or leave long prompts out"
             )
         return Prompt(draw_id, token_ids, self._max_new_tokens, row)
 

@@ -360,6 +360,13 @@ def test_a_conversation_needs_a_chat_template(make) -> None:
         make(rows=CHATS, reward_processing_classes=tiny_tokenizer())
 
 
+def test_a_prompt_that_leaves_no_room_for_a_response_is_refused(make) -> None:
+    with pytest.raises(
+        DataError, match=r"\d+ prompt tokens and max_new_tokens=12 exceed .*; lower max_new_tokens"
+    ):
+        make(rows=[{"prompt": "a" * 250}] * 4, max_steps=1).train()
+
+
 def test_columns_that_the_collator_pads_are_refused(make) -> None:
     rows = [{**row, "a_input_ids": [1, 2]} for row in ROWS]
     with pytest.raises(DataError, match="the collator makes a Tensor of the column 'a_input_ids'"):

@@ -70,7 +70,9 @@ def make_replay(rows: Rows):
 def test_draw_d_is_the_dth_different_prompt_over_all_epochs() -> None:
     sampler = Sampler(NUM_ROWS)
     expected = [index for _ in range(3) for index in sampler.order()[:4]]
-    prompts = ReplayedPrompts(make_replay(Rows()), lambda row: [row["prompt"]], max_new_tokens=7)
+    prompts = ReplayedPrompts(
+        make_replay(Rows()), lambda row: [row["prompt"]], max_new_tokens=7, limit_name="limit"
+    )
     drawn = [prompts.draw(draw) for draw in range(12)]
     assert [prompt.columns["prompt"] for prompt in drawn] == expected
     assert [prompt.token_ids for prompt in drawn] == [(index,) for index in expected]
@@ -82,10 +84,10 @@ def test_draw_d_is_the_dth_different_prompt_over_all_epochs() -> None:
 
 
 def test_a_draw_is_a_function_of_its_number_whatever_was_drawn_before() -> None:
-    straight = ReplayedPrompts(make_replay(Rows()), lambda row: [1], max_new_tokens=1)
+    straight = ReplayedPrompts(make_replay(Rows()), lambda row: [1], max_new_tokens=1, limit_name="limit")
     expected = [straight.row(draw) for draw in range(10)]
     rows = Rows()
-    prompts = ReplayedPrompts(make_replay(rows), lambda row: [1], max_new_tokens=1)
+    prompts = ReplayedPrompts(make_replay(rows), lambda row: [1], max_new_tokens=1, limit_name="limit")
     for draw in (7, 9, 2, 3, 8, 0):
         assert prompts.row(draw) == expected[draw]
     prompts.forget_before(8)
@@ -111,6 +113,7 @@ def test_what_the_loader_brings_is_compared_row_by_row() -> None:
         lambda: (lambda number=number: {"prompt": f"p{number}"} for number in count()),
         lambda row: [1],
         max_new_tokens=1,
+        limit_name="limit",
     )
     rows = [{"prompt": f"p{number}"} for number in (2, 2, 3, 3)]
     prompts.check_order(2, rows, 2)
