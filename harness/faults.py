@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from types import MappingProxyType
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -57,4 +58,5 @@ def break_algorithm(algorithm: Algorithm, fault: str) -> None:
     """
     if fault not in FAULTS:
         raise UnknownNameError("fault", fault, FAULTS)
-    algorithm.prepare = FAULTS[fault](algorithm.prepare)
+    broken: Any = algorithm
+    broken.prepare = FAULTS[fault](algorithm.prepare)

@@ -23,7 +23,7 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy
 from numpy.typing import NDArray
@@ -75,12 +75,12 @@ class Judgement:
     @property
     def is_equivalent(self) -> NDArray[numpy.bool_]:
         """[...] both numbers are inside."""
-        return self.is_inside.all(axis=-1)
+        return numpy.asarray(self.is_inside.all(axis=-1))
 
     @property
     def is_different(self) -> NDArray[numpy.bool_]:
         """[...] either number is outside."""
-        return self.is_outside.any(axis=-1)
+        return numpy.asarray(self.is_outside.any(axis=-1))
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,8 +218,8 @@ def judge(responses: FloatArray, run: FloatArray, reference: FloatArray, margin:
     is_flat = numpy.ptp(differences, axis=-1) <= ROUNDING_FRAC * numpy.abs(allowed)
     # Without a spread there is no t: such rows are judged by their mean, and any other numbers stand in for the tests.
     spread_out = numpy.where(is_flat[..., None], numpy.arange(num_seeds, dtype=float), differences)
-    below = stats.ttest_1samp(spread_out - allowed[..., None], 0.0, axis=-1, alternative="less")
-    above = stats.ttest_1samp(spread_out + allowed[..., None], 0.0, axis=-1, alternative="greater")
+    below: Any = stats.ttest_1samp(spread_out - allowed[..., None], 0.0, axis=-1, alternative="less")
+    above: Any = stats.ttest_1samp(spread_out + allowed[..., None], 0.0, axis=-1, alternative="greater")
     both_ways = stats.ttest_1samp(spread_out, 0.0, axis=-1)
     narrow = both_ways.confidence_interval(1 - 2 * ALPHA)
     wide = both_ways.confidence_interval(1 - ALPHA)
@@ -259,9 +259,11 @@ def power(num_seeds: int, spread: float, margin: float, difference: float = 0.0)
     freedom = num_seeds - 1
     error = spread / math.sqrt(num_seeds)
     half_width = float(stats.t.isf(ALPHA, freedom)) * error / math.sqrt(freedom)
-    chi = stats.chi(freedom)
     # Beyond the first bounds lie 2e-12 of the probability; above the last the interval is wider than the margins.
-    low, high = float(chi.ppf(1e-12)), min(float(chi.isf(1e-12)), margin / half_width)
+    low, high = (
+        float(stats.chi.ppf(1e-12, freedom)),
+        min(float(stats.chi.isf(1e-12, freedom)), margin / half_width),
+    )
     if high <= low:
         return 0.0
 
@@ -270,9 +272,9 @@ def power(num_seeds: int, spread: float, margin: float, difference: float = 0.0)
         falls_inside = stats.norm.cdf((room - difference) / error) - stats.norm.cdf(
             (-room - difference) / error
         )
-        return falls_inside * chi.pdf(root)
+        return falls_inside * stats.chi.pdf(root, freedom)
 
-    # Smooth between the bounds; 200 nodes agree with adaptive quadrature to nine digits.
+    # Smooth between the bounds; 200 nodes agree with adaptive quadrature to seven decimals.
     return float(integrate.fixed_quad(density, low, high, n=200)[0])
 
 

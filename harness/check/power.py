@@ -34,7 +34,7 @@ SPREADS = (0.02, 0.05, 0.1)
 NUM_SEEDS = (3, 5, 10, 20)
 # A curve like those of the embedded model: from 0.2 by 0.5, three quarters of it in the first half.
 START, GAIN, RATE = 0.2, 0.5, 3.0
-RESPONSES: FloatArray = numpy.arange(7) * 320.0
+RESPONSES: FloatArray = numpy.linspace(0.0, 1920.0, 7)
 # Seeds differ from each other much more than the two runs of a seed do, and evaluations less than runs.
 SEED_SPREAD, EVALUATION_SHARE = 0.2, 0.5
 

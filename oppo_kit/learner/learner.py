@@ -194,6 +194,9 @@ class AccelerateLearner:
         num_tokens, num_rows = _step_totals(batch, rows)
         totals: dict[str, float] = {}
         losses: list[float] = []
+        # All accelerators of a process share this: where somebody's accumulation was broken off in the middle, it stays
+        # false, and neither gradients are cleared nor is a step taken.
+        self.accelerator.sync_gradients = True
         self._optimizer.zero_grad()
         rows_together = batch.rollouts.group_size if algorithm.needs_whole_groups else 1
         for indices in self._micro_batches(batch.rollouts, rows, rows_together=rows_together):

@@ -219,6 +219,15 @@ def test_every_parameter_of_policy_and_critic_moves() -> None:
     assert all(not torch.equal(one, other) for one, other in zip(before, after, strict=True))
 
 
+def test_an_accumulation_that_somebody_broke_off_stops_no_update() -> None:
+    learner = make_learner()
+    before = [parameter.detach().clone() for parameter in learner.policy.parameters()]
+    batch, algorithm = prepared(learner)
+    learner.accelerator.gradient_state.sync_gradients = False
+    learner.update(batch, algorithm)
+    assert not any(map(torch.equal, before, learner.policy.parameters()))
+
+
 def test_mini_batches_cover_every_row_once_an_epoch_in_a_fresh_order() -> None:
     learner = make_learner()
     batch, _ = prepared(learner)
