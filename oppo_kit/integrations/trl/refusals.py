@@ -148,7 +148,7 @@ def refuse_data(args: Any, train_dataset: Any) -> None:
 
 
 def refuse_prompt(prompt: Any, tokenizer: Any, reward_tokenizers: Sequence[Any] = ()) -> None:
-    """A conversation that no chat template can render, or with images.
+    """What is no prompt, and a conversation that no chat template can render, or with images.
 
     Args:
         prompt: text, or messages.
@@ -156,11 +156,17 @@ def refuse_prompt(prompt: Any, tokenizer: Any, reward_tokenizers: Sequence[Any] 
         reward_tokenizers: those of reward models.
 
     Raises:
+        DataError: neither text nor messages.
         ConfigError: saying what lacks.
     """
     if isinstance(prompt, str):
         return
-    if any(isinstance(message["content"], list) for message in prompt):
+    if not (isinstance(prompt, list) and all(isinstance(message, Mapping) for message in prompt)):
+        raise DataError(
+            f"the prompt {prompt!r:.80} is a {type(prompt).__name__}; a prompt is text, or a list of messages with "
+            "'role' and 'content': remove the row, or name the column of the prompts 'prompt'"
+        )
+    if any(isinstance(message.get("content"), list) for message in prompt):
         raise ConfigError(f"the prompt {prompt!r:.80} has a message with parts instead of text; {_NO_IMAGES}")
     if not tokenizer.chat_template:
         raise ConfigError(

@@ -156,6 +156,9 @@ def test_a_margin_that_is_no_share_is_refused(margin: float) -> None:
     ("curve", "words"),
     [
         ((0.3, 0.3, 0.3), "accuracy was 0.3 before training and 0.3 at the end"),
+        ((0.3, 0.1, 0.7), "accuracy was 0.3 before training and 0.3 on average over the curve"),
+        ((0.35, 0.25, 0.55), "accuracy was 0.35 before training and 0.35 on average over the curve"),
+        ((0.27, 0.13, 0.55), "accuracy was 0.27 before training and 0.27 on average over the curve"),
         ((0.3, 0.5, 0.2), "accuracy was 0.3 before training and 0.2 at the end"),
         ((0.2, 0.0, 0.25), "accuracy was 0.2 before training and 0.1125 on average over the curve"),
     ],

@@ -106,6 +106,8 @@ def test_a_runner_is_not_compared_with_itself(tmp_path: Path) -> None:
     folder = save(make_checked([REFERENCE] * 2), tmp_path / "run")
     with pytest.raises(ConfigError, match="runner 'both' of .* would be compared with itself; pass another"):
         pair_results(folder, folder / "result.json")
+    again = save(make_checked([REFERENCE] * 2), tmp_path / "again")
+    assert pair_results(folder, again).seeds == (0, 1)
 
 
 def test_labels_tell_the_sides_apart() -> None:
@@ -245,7 +247,7 @@ def test_a_curve_without_its_start_or_any_training_is_refused(kept: slice, liste
 
 
 def test_results_without_a_common_seed_are_refused() -> None:
-    run, reference = make_checked({4: REFERENCE, 5: REFERENCE}), make_checked([REFERENCE] * 2, runner="trl")
+    run, reference = make_checked({5: REFERENCE, 4: REFERENCE}), make_checked([REFERENCE] * 2, runner="trl")
     with pytest.raises(StateError, match="no seed in common: the run has 4, 5, the reference 0, 1; run both"):
         pair_results(run, reference)
 

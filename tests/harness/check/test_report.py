@@ -46,6 +46,13 @@ def test_an_undecided_sentence_says_how_many_seeds_would_tell() -> None:
     assert found.seeds_needed > 4
 
 
+def test_an_undecided_sentence_leaves_out_what_lies_inside() -> None:
+    run = make_checked([(0.2, middle, 0.6) for middle in (0.48, 0.44, 0.5, 0.42)])
+    text = sentence_of(compare(run, make_checked([REFERENCE] * 4, runner="trl")))
+    assert "stays open: its held-out accuracy over the whole curve lay 2.00 points below (90 %" in text
+    assert "final" not in text
+
+
 def test_no_difference_at_all_lies_level() -> None:
     assert "accuracy lay level (90 % interval +0.00 to +0.00, margin" in sentence_of(
         compare(*make_pair([0, 0]))

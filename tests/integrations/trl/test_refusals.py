@@ -153,3 +153,11 @@ def test_a_batch_must_be_committed_before_the_next() -> None:
         rollouts.collect(0)
     rollouts.batch = None
     assert rollouts.commit(0) is None
+
+
+@pytest.mark.parametrize("prompt", [None, 7, ["a", "b"]])
+def test_what_is_no_prompt_is_refused_with_what_one_is(prompt) -> None:
+    with pytest.raises(
+        DataError, match=r"the prompt .* is a \w+; a prompt is text, or a list of messages with"
+    ):
+        refuse_prompt(prompt, tiny_tokenizer())
