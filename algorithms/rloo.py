@@ -14,7 +14,7 @@ over all carried tokens, the cap is reached sooner than per token.
 
 Deviations from TRL 1.16's ``RLOOTrainer``:
 
-- B (``batch_size``) counts prompts; every optimizer step trains whole groups.
+- B (``batch_size``) counts prompts.
 - The ratio, and the KL in the reward, use the log-probs recorded while sampling; TRL recomputes them.
 - The loss is a mean over the responses of an optimizer step, whatever the micro-batches.
 - With ``mask_truncated_completions`` a truncated response leaves the loss's denominator too; TRL counts it there with

@@ -28,7 +28,7 @@ from harness.report import write_report
 from harness.runners.base import RunSpec
 from harness.runners.oppo import RUNGS, overlap_of
 from harness.runners.trl import OVERLAP, TRAINERS, can_run
-from harness.schema import Environment, Result, Run, Runner, Workload
+from harness.schema import Environment, Evaluation, Result, Run, Runner, Workload
 from harness.statistics import fill_derived
 from harness.workloads.loading import Workload as LoadedWorkload
 from harness.workloads.loading import load_workload
@@ -132,7 +132,8 @@ def run_bench(plan: BenchPlan, console: Console) -> Result:
             order = list(plan.runners) if pair % 2 == 0 else list(reversed(plan.runners))
             for name in order:
                 num_threads = fixed or _fastest(runners[name].calibration_step_s)
-                runners[name].runs.append(_run(plan, name, pair, num_threads, progress))
+                untrained = _untrained(runners)
+                runners[name].runs.append(_run(plan, name, pair, num_threads, untrained, progress))
                 _save(_result(plan, environment, workload, runners, None), plan.folder)
         costs = _measure_bound(plan, progress)
     result = _result(plan, environment, workload, runners, costs)
@@ -276,8 +277,16 @@ def _fastest(calibration: dict[str, list[float]]) -> int:
     return int(min(calibration, key=lambda count: min(calibration[count], default=0.0)))
 
 
-def _run(plan: BenchPlan, name: str, pair: int, num_threads: int, progress: Progress) -> Run:
-    spec = _spec(plan, name, pair, num_threads)
+def _untrained(runners: dict[str, Runner]) -> Evaluation | None:
+    """The first evaluation of all: mostly every run starts from the same policy."""
+    evaluations = (run.evaluations for runner in runners.values() for run in runner.runs)
+    return next((found[0] for found in evaluations if found and found[0].step == 0), None)
+
+
+def _run(
+    plan: BenchPlan, name: str, pair: int, num_threads: int, untrained: Evaluation | None, progress: Progress
+) -> Run:
+    spec = _spec(plan, name, pair, num_threads).model_copy(update={"untrained": untrained})
     label = f"{name}, seed {spec.seed}"
     return _run_with_bar(spec, plan.folder / "runs" / f"{name}-seed{spec.seed}", label, progress)
 

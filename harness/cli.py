@@ -213,6 +213,12 @@ def check(
     margin: Annotated[
         str, typer.Option(help="how much may differ, as a share of what the reference gained: 10% or 0.1")
     ] = "10%",
+    by: Annotated[
+        str,
+        typer.Option(
+            help="held-out value: score, by the training reward, or accuracy, by the task's checker"
+        ),
+    ] = "score",
     markdown: Annotated[Path | None, typer.Option(help="file for a pull request's comment")] = None,
     figure: Annotated[Path | None, typer.Option(help="PNG file for both learning curves")] = None,
 ) -> None:
@@ -225,6 +231,7 @@ def check(
         runner=runner,
         reference_runner=reference_runner,
         margin=margin,
+        by=by,
         markdown=markdown,
         figure=figure,
         console=Console(),

@@ -114,6 +114,11 @@ class Evaluation(_Strict):
     score_mean: float | None = Field(description="mean score by the training reward")
     length_mean: float
     eval_s: float
+    policy_sha256: str | None = Field(
+        default=None,
+        description="of the parameters, before training only: a run that starts from the same ones repeats this "
+        "evaluation instead of making it again",
+    )
 
 
 class TimelineSpan(_Strict):

@@ -134,7 +134,9 @@ class Algorithm(Protocol):
     scorers: frozenset[str]  # which scores it needs: ``reward``, ``reference``
     needs_critic: bool  # there are values in the batch and the outputs
     needs_proximal: bool  # proximal log-probs follow the weights, else they are the behaviour log-probs
-    needs_whole_groups: bool  # the loss compares rollouts, so micro-batches hold groups, members side by side
+    needs_whole_groups: (
+        bool  # the loss compares rollouts: steps and micro-batches hold groups, members side by side
+    )
 
     @property
     def num_epochs(self) -> int:

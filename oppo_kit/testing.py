@@ -102,6 +102,7 @@ def cut_micro_batch(batch: TrainBatch, rows: Sequence[int], step_rows: Sequence[
         tensors={name: cut(tensor) for name, tensor in batch.tensors.items()},
         num_step_tokens=int(mask[of_step].sum()),
         num_step_rows=int(counts[of_step].sum()),
+        mean_step_tokens=float(mask.sum()) * len(of_step) / len(mask),
     )
 
 

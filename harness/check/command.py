@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import cast
 
 from rich.console import Console
 
 from harness.check.equivalence import compare
+from harness.check.pairing import By
 from harness.check.report import markdown_of, sentence_of, terminal_table
 from harness.folders import write_atomically
 from oppo_kit.errors import ConfigError, OppoError
@@ -24,6 +26,7 @@ def run_check(
     runner: str | None,
     reference_runner: str | None,
     margin: str,
+    by: str,
     markdown: Path | None,
     figure: Path | None,
     console: Console,
@@ -35,7 +38,9 @@ def run_check(
     """
     try:
         share = parse_margin(margin)
-        found = compare(run, against, runner=runner, reference_runner=reference_runner, margin=share)
+        found = compare(
+            run, against, runner=runner, reference_runner=reference_runner, margin=share, by=cast(By, by)
+        )
         if markdown is not None:
             _writable("--markdown", markdown)
             write_atomically(markdown, markdown_of(found))

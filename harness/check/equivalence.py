@@ -29,7 +29,7 @@ import numpy
 from numpy.typing import NDArray
 from scipy import integrate, stats
 
-from harness.check.pairing import FloatArray, PairedCurves, pair_results
+from harness.check.pairing import By, FloatArray, PairedCurves, pair_results
 from harness.schema import Result
 from oppo_kit.errors import ConfigError, StateError
 
@@ -143,6 +143,7 @@ def compare(
     runner: str | None = None,
     reference_runner: str | None = None,
     margin: float = 0.1,
+    by: By = "score",
 ) -> Comparison:
     """Judge whether a run learned as a reference did.
 
@@ -150,16 +151,18 @@ def compare(
         run, reference: a folder of ``oppo-kit bench``, its ``result.json``, or the result itself.
         runner, reference_runner: which runner of each; needed where a result has more than one.
         margin: share of the reference's gain that a difference may be, above 0 and below 1.
+        by: the held-out value to judge by: the mean score by the training reward, which is what is learned, or the
+            share right by the task's own checker, which is noisier where the reward is another one.
 
     Raises:
         StateError: a file cannot be read, the two are not the same work, or the reference gained nothing.
-        ConfigError: the margin is out of range, or a runner must be named or is unknown.
+        ConfigError: the margin is out of range, a runner must be named, or a name is unknown.
     """
     if not 0 < margin < 1:
         raise ConfigError(
             f"margin={margin} must be a share of the reference's gain above 0 and below 1, for example 0.1"
         )
-    curves = pair_results(run, reference, runner=runner, reference_runner=reference_runner)
+    curves = pair_results(run, reference, runner=runner, reference_runner=reference_runner, by=by)
     judged = judge(curves.responses, curves.run, curves.reference, margin)
     _check_gain(curves, judged.gain)
     verdict: Verdict = "undecided"

@@ -11,17 +11,19 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import Any, Literal
 
 import numpy
 from numpy.typing import NDArray
 
 from harness.schema import Evaluation, Result, Run, load_result
-from harness.statistics import EvaluationField, judged_by
+from harness.statistics import EvaluationField
 from oppo_kit.config import TrainConfig
 from oppo_kit.errors import ConfigError, StateError, UnknownNameError
 
 FloatArray = NDArray[numpy.float64]
+By = Literal["score", "accuracy"]
+_FIELDS: dict[By, EvaluationField] = {"score": "score_mean", "accuracy": "accuracy"}
 
 SAME_WORK = (
     "task",
@@ -76,7 +78,6 @@ class _Side:
     result: Result
     runner: str
     runs: list[Run]
-    field: EvaluationField
 
 
 def pair_results(
@@ -85,17 +86,21 @@ def pair_results(
     *,
     runner: str | None = None,
     reference_runner: str | None = None,
+    by: By = "score",
 ) -> PairedCurves:
     """Choose a runner of each result and pair their runs by seed.
 
     Args:
         run, reference: a folder of ``oppo-kit bench``, its ``result.json``, or the result itself.
         runner, reference_runner: which runner of each; needed where a result has more than one.
+        by: which held-out value: the mean score by the training reward, or the share right by the task's checker.
 
     Raises:
+        UnknownNameError: there is no such value.
         StateError: a file cannot be read, or the two cannot be compared; names the field and both values.
         ConfigError: a runner must be named, is unknown, or would be compared with itself.
     """
+    field = _field(by)
     sides = (
         _side("run", run, runner, "--runner"),
         _side("reference", reference, reference_runner, "--reference-runner"),
@@ -103,7 +108,7 @@ def pair_results(
     _refuse_the_same(run, reference, sides)
     _check_work(*sides)
     _check_grids(*sides)
-    curves = [_curves(side) for side in sides]
+    curves = [_curves(side, field) for side in sides]
     seeds = _common_seeds(*curves)
     more = max(curves, key=len)
     first = _ordered(sides[1].runs[0])
@@ -111,7 +116,7 @@ def pair_results(
     return PairedCurves(
         run_label=labels[0],
         reference_label=labels[1],
-        field=sides[1].field,
+        field=field,
         seeds=seeds,
         responses=numpy.array([evaluation.responses_trained for evaluation in first], dtype=float),
         run=numpy.array([curves[0][seed] for seed in seeds]),
@@ -119,6 +124,32 @@ def pair_results(
         spare=numpy.array(list(more.values())) if len(more) > len(seeds) else None,
         is_smoke=any(side.result.is_quick for side in sides),
     )
+
+
+def curves_of(
+    source: Path | Result, *, runner: str | None = None, by: By = "score"
+) -> tuple[FloatArray, FloatArray]:
+    """Held-out curves of one runner alone, for planning.
+
+    Args:
+        source, runner, by: as of ``pair_results``.
+
+    Returns:
+        [E] responses trained before each evaluation, and [S, E] values by seed.
+
+    Raises:
+        UnknownNameError, StateError, ConfigError: as ``pair_results`` does.
+    """
+    side = _side("result", source, runner, "--runner")
+    _check_grids(side, side)
+    responses = numpy.array(_grid(side.runs[0])[1], dtype=float)
+    return responses, numpy.array(list(_curves(side, _field(by)).values()))
+
+
+def _field(by: By) -> EvaluationField:
+    if by not in _FIELDS:
+        raise UnknownNameError("held-out value", by, _FIELDS)
+    return _FIELDS[by]
 
 
 def _side(place: str, source: Path | Result, runner: str | None, option: str) -> _Side:
@@ -134,8 +165,7 @@ def _side(place: str, source: Path | Result, runner: str | None, option: str) ->
     runs = result.runners[name].runs
     if not runs:
         raise StateError(f"runner {name!r} of the {place} has no runs; pass a benchmark that has run it")
-    alone = result.model_copy(update={"runners": {name: result.runners[name]}})
-    return _Side(place, result, name, runs, judged_by(alone))
+    return _Side(place, result, name, runs)
 
 
 def _refuse_the_same(run: Path | Result, reference: Path | Result, sides: tuple[_Side, _Side]) -> None:
@@ -151,11 +181,6 @@ def _refuse_the_same(run: Path | Result, reference: Path | Result, sides: tuple[
 
 
 def _check_work(run: _Side, reference: _Side) -> None:
-    if run.field != reference.field:
-        raise StateError(
-            f"the run is judged by held-out {_noun(run.field)}, the reference by held-out {_noun(reference.field)}; "
-            "only results that are judged by the same can be compared"
-        )
     found: dict[str, tuple[object, object]] = {}
     for name in SAME_WORK:
         values = getattr(run.result.workload, name), getattr(reference.result.workload, name)
@@ -230,20 +255,20 @@ def _check_grids(run: _Side, reference: _Side) -> None:
                 )
 
 
-def _curves(side: _Side) -> dict[int, list[float]]:
+def _curves(side: _Side, field: EvaluationField) -> dict[int, list[float]]:
     """Values by seed, ascending; repeats of a seed are averaged, since they are not independent."""
     repeats: dict[int, list[list[float]]] = {}
     for run in side.runs:
-        repeats.setdefault(run.seed, []).append([_value(side, run, each) for each in _ordered(run)])
+        repeats.setdefault(run.seed, []).append([_value(side, run, each, field) for each in _ordered(run)])
     return {seed: [fmean(values) for values in zip(*repeats[seed], strict=True)] for seed in sorted(repeats)}
 
 
-def _value(side: _Side, run: Run, evaluation: Evaluation) -> float:
-    value = getattr(evaluation, side.field)
+def _value(side: _Side, run: Run, evaluation: Evaluation, field: EvaluationField) -> float:
+    value = getattr(evaluation, field)
     if value is None or not math.isfinite(value):
         raise StateError(
-            f"{_name(side, run)} has held-out {_noun(side.field)} {value} after step {evaluation.step}; a check needs "
-            "a finite number at every evaluation"
+            f"{_name(side, run)} has held-out {_noun(field)} {value} after step {evaluation.step}; a check needs "
+            "a finite number at every evaluation; choose another value with --by"
         )
     return value
 

@@ -19,6 +19,7 @@ from harness.check.equivalence import (
     Quantity,
     compare,
 )
+from harness.check.pairing import By
 from harness.formatting import ABSENT, format_signed, markdown_table
 from harness.schema import Result
 
@@ -37,6 +38,7 @@ def assert_equivalent(
     margin: float = 0.1,
     runner: str | None = None,
     reference_runner: str | None = None,
+    by: By = "score",
 ) -> None:
     """Fail unless the run learned as the reference did; arguments as of ``compare``.
 
@@ -45,7 +47,7 @@ def assert_equivalent(
         StateError, ConfigError: as ``compare`` does.
     """
     require_equivalent(
-        compare(run, reference, runner=runner, reference_runner=reference_runner, margin=margin)
+        compare(run, reference, runner=runner, reference_runner=reference_runner, margin=margin, by=by)
     )
 
 

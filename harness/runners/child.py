@@ -44,7 +44,7 @@ def main(spec_file: Path, result_file: Path) -> None:
     train = spec.train.model_copy(update={"seed": spec.seed})
     spec = spec.model_copy(update={"train": train})
     workload = load_workload(train, num_eval_problems=spec.num_eval_problems)
-    evaluator = HeldOutEvaluator(workload, train)
+    evaluator = HeldOutEvaluator(workload, train, spec.untrained)
     setup_s = clock.now_s() - start_s
 
     def on_step(step: Step) -> None:

@@ -134,8 +134,10 @@ class AccelerateLearner:
         gaps: list[_Gap] = []
         num_taken = num_skipped = 0
         for _ in range(algorithm.num_epochs):
-            for rows in self._mini_batches(batch, algorithm.num_mini_batches):
-                metrics = self._optimizer_step(batch, rows, algorithm, None if num_taken else gaps)
+            parts = self._mini_batches(batch, algorithm)
+            for rows in parts:
+                counts = _step_counts(batch, rows, num_steps=len(parts))
+                metrics = self._optimizer_step(batch, rows, counts, algorithm, None if num_taken else gaps)
                 if metrics is None and not num_taken:
                     raise NonFiniteError(
                         "the loss or its gradient is not finite; the batch is left out, no weight has changed"
@@ -185,13 +187,17 @@ class AccelerateLearner:
         self._num_episodes = state["num_episodes"]
 
     def _optimizer_step(
-        self, batch: TrainBatch, rows: list[int], algorithm: Algorithm, gaps: list[_Gap] | None
+        self,
+        batch: TrainBatch,
+        rows: list[int],
+        counts: _StepCounts,
+        algorithm: Algorithm,
+        gaps: list[_Gap] | None,
     ) -> dict[str, float] | None:
         """One step over these rows; None, with nothing changed, if loss or gradient is not finite.
 
         ``gaps``, if given, takes policy less behaviour log-probs.
         """
-        num_tokens, num_rows = _step_totals(batch, rows)
         totals: dict[str, float] = {}
         losses: list[float] = []
         # All accelerators of a process share this: where somebody's accumulation was broken off in the middle, it stays
@@ -201,7 +207,7 @@ class AccelerateLearner:
         rows_together = batch.rollouts.group_size if algorithm.needs_whole_groups else 1
         for indices in self._micro_batches(batch.rollouts, rows, rows_together=rows_together):
             padded = self._rows(batch.rollouts, indices)
-            micro_batch = self._micro_batch(batch, indices, padded, num_tokens, num_rows)
+            micro_batch = self._micro_batch(batch, indices, padded, counts)
             outputs = self._module(padded)
             if gaps is not None:
                 gaps.append(_behaviour_gap(batch.rollouts, indices, outputs.policy_logprobs))
@@ -233,13 +239,16 @@ class AccelerateLearner:
         norm = self.accelerator.clip_grad_norm_(parameters, limit)
         return torch.zeros(()) if norm is None else norm
 
-    def _mini_batches(self, batch: TrainBatch, num_mini_batches: int) -> list[list[int]]:
-        """Row indices per optimizer step: whole groups in a fresh random order."""
-        group_size = batch.rollouts.group_size
-        order = torch.randperm(len(batch.rollouts.groups), generator=self._order)
+    def _mini_batches(self, batch: TrainBatch, algorithm: Algorithm) -> list[list[int]]:
+        """Row indices per optimizer step, in a fresh random order: of rows, or of groups where the loss needs them.
+
+        Members of a group have much in common, so steps that each see some of every group vary less.
+        """
+        together = batch.rollouts.group_size if algorithm.needs_whole_groups else 1
+        order = torch.randperm(batch.rollouts.num_rows // together, generator=self._order)
         return [
-            [group * group_size + member for group in part.tolist() for member in range(group_size)]
-            for part in order.tensor_split(num_mini_batches)
+            [unit * together + member for unit in part.tolist() for member in range(together)]
+            for part in order.tensor_split(algorithm.num_mini_batches)
             if len(part)
         ]
 
@@ -264,7 +273,7 @@ class AccelerateLearner:
         ).to(self.accelerator.device)
 
     def _micro_batch(
-        self, batch: TrainBatch, indices: list[int], rows: PaddedRows, num_tokens: int, num_rows: int
+        self, batch: TrainBatch, indices: list[int], rows: PaddedRows, counts: _StepCounts
     ) -> MicroBatch:
         width = batch.rollouts.response_ids.shape[1]
 
@@ -277,8 +286,9 @@ class AccelerateLearner:
         return MicroBatch(
             mask=rows.response_mask if batch.loss_mask is None else cut(batch.loss_mask),
             tensors={name: cut(tensor) for name, tensor in batch.tensors.items()},
-            num_step_tokens=num_tokens,
-            num_step_rows=num_rows,
+            num_step_tokens=counts.tokens,
+            num_step_rows=counts.rows,
+            mean_step_tokens=counts.mean_tokens,
         )
 
 
@@ -293,12 +303,23 @@ def _adamw(module: nn.Module, config: LearnerConfig) -> Optimizer:
     )
 
 
-def _step_totals(batch: TrainBatch, rows: list[int]) -> tuple[int, int]:
-    """Tokens that the loss reads in these rows, and the rows that count."""
-    lengths = batch.rollouts.response_lengths[rows]
-    num_read = lengths if batch.loss_mask is None else batch.loss_mask[rows].sum(1)
-    counts = (num_read > 0) | (lengths == 0) if batch.row_mask is None else batch.row_mask[rows]
-    return int(num_read.sum()), int(counts.sum())
+class _StepCounts(NamedTuple):
+    """Of one optimizer step: tokens that the loss reads, rows that count; and such tokens a step on average."""
+
+    tokens: int
+    rows: int
+    mean_tokens: float
+
+
+def _step_counts(batch: TrainBatch, rows: list[int], *, num_steps: int) -> _StepCounts:
+    lengths = batch.rollouts.response_lengths
+    num_read = lengths if batch.loss_mask is None else batch.loss_mask.sum(1)
+    is_counted = (num_read > 0) | (lengths == 0) if batch.row_mask is None else batch.row_mask
+    return _StepCounts(
+        tokens=int(num_read[rows].sum()),
+        rows=int(is_counted[rows].sum()),
+        mean_tokens=float(num_read.sum()) / num_steps,
+    )
 
 
 class _Gap(NamedTuple):

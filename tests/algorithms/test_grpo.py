@@ -246,6 +246,23 @@ def test_one_token_by_hand() -> None:
     assert_near(policy.grad, [[unit], [-unit]])
 
 
+@pytest.mark.parametrize(("loss_type", "share"), [("dapo", 2 / 5), ("grpo", 1.0), ("dr_grpo", 1.0)])
+def test_a_token_weighs_as_much_in_every_optimizer_step_by_dapo(loss_type: str, share: float) -> None:
+    """A step of two tokens in a batch whose steps have five on average."""
+    algorithm = make_algorithm(num_generations=2, loss_type=loss_type)
+    batch = algorithm.prepare(make_batch([[-1.0], [-1.0]], [0.0, 2.0], group_size=2))
+
+    def gradient(mean_step_tokens: float | None) -> Tensor:
+        policy = torch.tensor([[-0.9], [-0.9]], requires_grad=True)
+        micro_batch = MicroBatch(batch.rollouts.response_mask, batch.tensors, 2, 2, mean_step_tokens)
+        algorithm.loss(micro_batch, PolicyOutputs(policy, torch.zeros(2, 1), None))[0].backward()
+        assert policy.grad is not None
+        return policy.grad
+
+    torch.testing.assert_close(gradient(5.0), share * gradient(None), atol=1e-7, rtol=0)
+    torch.testing.assert_close(gradient(2.0), gradient(None), atol=0, rtol=0)
+
+
 def test_the_clip_metrics_are_shares_of_tokens() -> None:
     algorithm = make_algorithm()
     _, metrics, _ = compute_loss(algorithm, algorithm.prepare(batch_of()), list(range(6)))

@@ -77,6 +77,20 @@ def test_runners_take_turns_with_one_seed_a_pair(tmp_path, recorded) -> None:
     assert load_result(tmp_path).model_dump() == result.model_dump()
 
 
+def test_the_evaluation_before_training_is_handed_to_later_runs(tmp_path, recorded, monkeypatch) -> None:
+    working, handed = bench.run_in_process, []
+
+    def watch(spec, *arguments, **options):
+        handed.append(spec.untrained)
+        return working(spec, *arguments, **options)
+
+    monkeypatch.setattr(bench, "run_in_process", watch)
+    result = bench.run_bench(make_plan(tmp_path, num_pairs=2), Console(quiet=True))
+    first = result.runners["sequential"].runs[0].evaluations[0]
+    assert first.step == 0
+    assert handed == [None, first, first, first, None]  # the last measures the bound
+
+
 def test_each_runner_gets_its_fastest_thread_count_and_the_samples_are_kept(
     tmp_path, recorded, monkeypatch
 ) -> None:

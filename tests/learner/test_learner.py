@@ -230,14 +230,42 @@ def test_an_accumulation_that_somebody_broke_off_stops_no_update() -> None:
 
 def test_mini_batches_cover_every_row_once_an_epoch_in_a_fresh_order() -> None:
     learner = make_learner()
-    batch, _ = prepared(learner)
+    batch, algorithm = prepared(learner, num_mini_batches=4)
     orders = []
     for _ in range(2):
-        parts = learner._mini_batches(batch, 4)
+        parts = learner._mini_batches(batch, algorithm)
         assert sorted(row for part in parts for row in part) == list(range(6))
         assert [len(part) for part in parts] == [2, 2, 1, 1]
         orders.append([row for part in parts for row in part])
     assert orders[0] != orders[1]
+
+
+def test_every_optimizer_step_is_told_the_mean_of_their_tokens() -> None:
+    batch = make_batch(6)
+    loss_mask = batch.response_mask.clone()
+    loss_mask[2] = False
+    learner, algorithm = make_learner(), Recorder(loss_mask)
+    algorithm.config = AlgorithmConfig(num_mini_batches=4)
+    learner.update(algorithm.prepare(batch), algorithm)
+    tokens = {tuple(rows): micro_batch.num_step_tokens for rows, _, micro_batch in algorithm.seen}
+    assert sum(tokens.values()) == int(loss_mask.sum())
+    assert len(set(tokens.values())) > 1
+    means = {micro_batch.mean_step_tokens for _, _, micro_batch in algorithm.seen}
+    assert means == {int(loss_mask.sum()) / 4}
+
+
+@pytest.mark.parametrize("kind", [Recorder, Pairs])
+def test_mini_batches_split_groups_unless_the_loss_compares_their_members(kind: type[Recorder]) -> None:
+    learner, algorithm = make_learner(), kind()
+    algorithm.config = AlgorithmConfig(num_mini_batches=3)
+    batch = algorithm.prepare(make_batch(6, group_size=4))
+    parts = [learner._mini_batches(batch, algorithm) for _ in range(4)]
+    for found in parts:
+        assert sorted(row for part in found for row in part) == list(range(24))
+        assert [len(part) for part in found] == [8, 8, 8]
+    neighbours = [part[at : at + 4] for found in parts for part in found for at in (0, 4)]
+    are_whole = [rows == list(range(rows[0], rows[0] + 4)) and rows[0] % 4 == 0 for rows in neighbours]
+    assert all(are_whole) == (kind is Pairs)
 
 
 def test_the_learning_rate_decays_once_an_engine_step_whatever_the_mini_batches() -> None:
@@ -285,7 +313,7 @@ def test_a_later_non_finite_mini_batch_is_skipped_and_counted() -> None:
     learner = make_learner()
     batch, algorithm = prepared(learner, num_mini_batches=3)
     order = copy.deepcopy(learner._order)
-    last = learner._mini_batches(batch, 3)[-1]
+    last = learner._mini_batches(batch, algorithm)[-1]
     learner._order.set_state(order.get_state())
     batch.tensors["advantages"][last] = float("inf")
     assert learner.update(batch, algorithm)["oppo/skipped_mini_batches"] == 1.0

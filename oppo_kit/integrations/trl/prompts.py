@@ -133,7 +133,8 @@ class ReplayedPrompts:
                     f"the data loader brought the prompt {_short(row.get('prompt'))} where draw "
                     f"{first + index // group_size}, {_short(expected.get('prompt'))}, was expected: its order is not "
                     "that of a second loader of the same trainer; use no random transform, no one-time stream, no "
-                    "sampler of your own and no early end of an epoch"
+                    "sampler of your own and no early end of an epoch, and resume a streamed data set in its first "
+                    "epoch only"
                 )
 
 

@@ -39,7 +39,7 @@ def check(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], t
     ("final_differences", "code", "words"),
     [
         ((0.0, 0.01, 0.02, -0.01), 0, "Equivalent: both learned as trl did, to within 10 % of its gain: "),
-        ((-0.1, -0.09, -0.08, -0.11), 1, "Different: both did not learn as trl did: its final held-out accu"),
+        ((-0.1, -0.09, -0.08, -0.11), 1, "Different: both did not learn as trl did: its final held-out scor"),
         ((0.1, -0.1, 0.05, -0.05), 2, "Cannot tell: whether both learned as trl did stays open: its final"),
         ((0.0,), 2, "one seed shows no spread, so run at least 2 seeds on both sides"),
     ],
@@ -52,6 +52,11 @@ def test_the_exit_code_is_the_verdict(
     assert words in out
     assert "margin, 10 % of the gain" in out
     assert "seed 0" in out
+
+
+def test_accuracy_is_compared_on_request(check: Check) -> None:
+    _, out, _ = check((0.0, 0.01, 0.02, -0.01), "--by", "accuracy")
+    assert "its final held-out accuracy lay 0.50 points above" in " ".join(out.split())
 
 
 @pytest.mark.parametrize("margin", ["0.4", "40%", " 40 % "])
@@ -70,6 +75,7 @@ def test_a_wider_margin_lets_more_pass(check: Check, margin: str) -> None:
             ("--margin", "wide"),
             "error: --margin 'wide' is no number; pass a share of the reference's gain such as",
         ),
+        (("--by", "acuracy"), "error: unknown held-out value 'acuracy'; did you mean 'accuracy'?"),
         (("--margni", "0.2"), "No such option: --margni"),
         (("--markdown", "run"), "error: cannot write --markdown run: Is a directory; pass another file"),
         (("--figure", "run/result.json/a.png"), "error: cannot write --figure run/result.json/a.png: "),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
+from functools import partial
 
 import numpy
 import pytest
@@ -13,11 +14,14 @@ from hypothesis import strategies as st
 from results_factory import without_accuracy
 from scipy import integrate, stats
 
-from harness.check import compare, seeds_needed
+from harness.check import compare as compare_scores
+from harness.check import seeds_needed
 from harness.check.equivalence import MAX_SEEDS, Verdict, curve_numbers, judge, power
 from harness.check.power import RESPONSES, Scenario, count, simulate, stated_power
 from oppo_kit.errors import ConfigError, StateError
 
+# The factory gives accuracies by hand, and as scores twice those.
+compare = partial(compare_scores, by="accuracy")
 RANDOM_SEEDS = st.integers(0, 10_000)
 FEW = settings(max_examples=40, deadline=None)
 
@@ -95,11 +99,12 @@ def test_repeats_of_a_seed_count_once_with_their_mean() -> None:
     assert compare(run, reference).final.differences == pytest.approx((0.05, 0.01, 0.02, -0.01))
 
 
-def test_scores_are_compared_where_nobody_can_tell_what_is_right() -> None:
-    run, reference = map(without_accuracy, make_pair([0.0, 0.01, 0.02, -0.01]))
-    found = compare(run, reference)
-    assert found.curves.field == "score_mean"
-    assert found.final.difference == pytest.approx(0.01)  # scores are twice the accuracies
+def test_scores_are_compared_unless_accuracy_is_asked_for() -> None:
+    pair = make_pair([0.0, 0.01, 0.02, -0.01])
+    by_default, by_accuracy = compare_scores(*pair), compare_scores(*pair, by="accuracy")
+    assert (by_default.curves.field, by_accuracy.curves.field) == ("score_mean", "accuracy")
+    assert by_default.final.difference == pytest.approx(2 * by_accuracy.final.difference)
+    assert compare_scores(*map(without_accuracy, pair)).final == by_default.final
 
 
 # --- without a spread

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +12,13 @@ import pytest
 from check_results import REFERENCE, make_checked, save
 from results_factory import make_result, make_run, without_accuracy
 
-from harness.check.pairing import SAME_WORK, pair_results
+from harness.check.pairing import SAME_WORK, curves_of
+from harness.check.pairing import pair_results as pair_scores
 from harness.schema import Result, Workload
 from oppo_kit.errors import ConfigError, StateError, UnknownNameError
+
+# The factory gives accuracies by hand.
+pair_results = partial(pair_scores, by="accuracy")
 
 
 def make_two() -> tuple[Result, Result]:
@@ -176,12 +181,34 @@ def test_a_setting_is_not_named_twice() -> None:
     assert "workload.config.dtype" not in str(refused.value)
 
 
-def test_accuracy_is_not_compared_with_score() -> None:
+# --- what is compared
+
+
+def test_scores_are_compared_unless_accuracy_is_asked_for() -> None:
     run, reference = make_two()
+    assert pair_scores(run, reference).run == pytest.approx(2 * pair_results(run, reference).run)
     with pytest.raises(
-        StateError, match="the run is judged by held-out score, the reference by held-out acc"
+        UnknownNameError, match=r"unknown held-out value 'acuracy'; did you mean 'accuracy'\?"
+    ):
+        pair_scores(run, reference, by="acuracy")  # type: ignore[arg-type]
+    with pytest.raises(
+        StateError,
+        match=r"seed 0 of the run has held-out accuracy None after step 0; .* choose another value with --by",
     ):
         pair_results(without_accuracy(run), reference)
+
+
+def test_curves_of_one_result_are_those_that_would_be_paired() -> None:
+    run, reference = make_two()
+    responses, curves = curves_of(run, by="accuracy")
+    paired = pair_results(run, reference)
+    assert responses.tolist() == paired.responses.tolist()
+    assert curves.tolist() == paired.run.tolist()
+    run.runners["both"].runs[1].evaluations.pop(0)
+    with pytest.raises(
+        StateError, match="seed 1 of the result is evaluated after steps 6, 12, seed 0 of the result"
+    ):
+        curves_of(run)
 
 
 # --- the same evaluations

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import pytest
 from check_results import REFERENCE, make_checked, make_pair
 from results_factory import without_accuracy
 
-from harness.check import assert_equivalent, compare
+from harness.check import assert_equivalent
+from harness.check import compare as compare_scores
 from harness.check.figure import curves_figure, write_figure
 from harness.check.report import markdown_of, sentence_of, table_of
 from harness.figures import QUICK_NOTE
 
+compare = partial(compare_scores, by="accuracy")
 ALIKE, WORSE, NOISY = (0.0, 0.01, 0.02, -0.01), (-0.1, -0.09, -0.08, -0.11), (0.1, -0.1, 0.05, -0.05)
 
 
@@ -119,7 +122,7 @@ def test_the_table_says_open_and_outside() -> None:
 
 
 def test_scores_are_shown_in_their_own_unit() -> None:
-    found = compare(*map(without_accuracy, make_pair(ALIKE)))
+    found = compare_scores(*map(without_accuracy, make_pair(ALIKE)))
     header, rows = table_of(found)
     assert header[0] == "held-out score"
     assert rows[0] == ["both", "1.21", "0.9025"]
