@@ -2,7 +2,8 @@
 
 Run by ``make test-convergence``: four minutes on two cores. The runs are the reference's own command with other
 runners, so the reference says what is trained. Another machine rounds otherwise, and rounding becomes other samples
-after an update or two: so the first step is compared to the tolerance of streaming, and what was learned within a margin.
+after an update or two: so the first step is compared to the tolerance of streaming, and what was learned within a
+margin.
 """
 
 from __future__ import annotations
@@ -17,11 +18,11 @@ import pytest
 
 from harness.schema import Result, Run, load_result
 
-pytestmark = pytest.mark.convergence
+pytestmark = [pytest.mark.convergence, pytest.mark.timeout(1800)]
 REFERENCE = Path(__file__).resolve().parents[2] / "results" / "convergence-reference"
 # Of the reference's gain in held-out score. Three seeds whose paired differences spread by a seventh of the gain
 # (so they did when the reference was made) lie within a quarter of it.
-MARGIN = 0.5
+MARGIN = 0.75
 # Streaming changes no token, and scores by at most this; see "Semantics" in the engine's module.
 TOLERANCE = 1e-5
 
