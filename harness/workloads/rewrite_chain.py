@@ -195,33 +195,40 @@ def iterate_problems(seed: int, split: Split, *, median_num_terms: float = MEDIA
 
 
 def held_out_problems(num_problems: int, *, seed: int = 0) -> list[str]:
-    """Fixed set of distinct held-out problems, stratified by number of terms.
+    """Fixed set of held-out problems, stratified by number of terms.
 
     Each number of terms gets its share of the task's distribution (largest remainders), so that two
-    sets differ in their problems but not in their mix of lengths; the order is shuffled.
+    sets differ in their problems but not in their mix of lengths; the order is shuffled. Problems are distinct up
+    to about 3,000; beyond, those of one term are too few, and some come twice (37 of 4,096).
 
-    Raises: ValueError where a stratum has too few held-out texts (above about 3,000 problems).
+    Raises: ValueError where a stratum would need a text three times (above about 6,000 problems).
     """
     generator = random.Random(f"rewrite_chain:{seed}:evaluation")
     problems: list[str] = []
     for count, stratum_size in zip(range(1, MAX_NUM_TERMS + 1), _stratum_sizes(num_problems), strict=True):
-        stratum: dict[str, None] = {}
-        idle_draws = 0
-        while len(stratum) < stratum_size:
-            problem = generate_problem(generator, num_terms=count)
-            if split_of(problem) == "held_out" and problem not in stratum:
-                stratum[problem] = None
-                idle_draws = 0
-                continue
-            idle_draws += 1
-            if idle_draws > _MAX_IDLE_DRAWS:
-                raise ValueError(
-                    f"{num_problems} held-out problems need {stratum_size} of {count} terms, but only "
-                    f"{len(stratum)} texts are held out; ask for fewer problems"
-                )
-        problems.extend(stratum)
+        stratum = _held_out_of(count, stratum_size, generator)
+        if stratum_size > 2 * len(stratum):
+            raise ValueError(
+                f"{num_problems} held-out problems need {stratum_size} of {count} terms, but only "
+                f"{len(stratum)} texts are held out; ask for fewer problems"
+            )
+        problems.extend(stratum + stratum[: stratum_size - len(stratum)])
     generator.shuffle(problems)
     return problems
+
+
+def _held_out_of(num_terms: int, num_wanted: int, generator: random.Random) -> list[str]:
+    """Distinct held-out problems of so many terms; fewer than wanted where there are no more."""
+    stratum: dict[str, None] = {}
+    idle_draws = 0
+    while len(stratum) < num_wanted and idle_draws <= _MAX_IDLE_DRAWS:
+        problem = generate_problem(generator, num_terms=num_terms)
+        if split_of(problem) == "held_out" and problem not in stratum:
+            stratum[problem] = None
+            idle_draws = 0
+        else:
+            idle_draws += 1
+    return list(stratum)
 
 
 def clean_response(problem: str) -> str:

@@ -2,6 +2,7 @@
 
 import random
 import re
+from collections import Counter
 from itertools import islice
 from pathlib import Path
 
@@ -96,6 +97,16 @@ def test_two_held_out_sets_have_the_same_mix_of_lengths() -> None:
     first, second = chain.held_out_problems(500, seed=1), chain.held_out_problems(500, seed=2)
     assert first != second
     assert sorted(map(chain.num_terms, first)) == sorted(map(chain.num_terms, second))
+
+
+def test_beyond_the_texts_of_one_term_some_problems_come_twice() -> None:
+    problems = chain.held_out_problems(4096)
+    counts = Counter(problems)
+    assert len(problems) == 4096
+    assert len(counts) == 4059
+    assert set(counts.values()) == {1, 2}
+    assert {chain.num_terms(problem) for problem, count in counts.items() if count == 2} == {1}
+    assert all(chain.split_of(problem) == "held_out" for problem in counts)
 
 
 def test_more_held_out_problems_than_there_are_is_refused() -> None:
