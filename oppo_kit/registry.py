@@ -51,11 +51,25 @@ def create_algorithm(name: str, settings: Mapping[str, Any]) -> AlgorithmBase:
 
     Raises:
         UnknownNameError: nobody registered it.
-        ConfigError: a setting is unknown or out of range.
+        ConfigError: a setting is unknown or out of range, or the class fails on its settings.
     """
     algorithm_class = load_algorithm_class(name)
-    config = parse_config(algorithm_class.config_class, settings, source=f"algo_config of {name}")
-    return algorithm_class(config)
+    try:
+        config = parse_config(algorithm_class.config_class, settings, source=f"algo_config of {name}")
+        algorithm = algorithm_class(config)
+    except OppoError:
+        raise
+    except Exception as error:
+        raise ConfigError(
+            f"algorithm {name!r} ({algorithm_class.__module__}.{algorithm_class.__qualname__}) failed on its settings "
+            f"{dict(settings)}: {type(error).__name__}: {error}; correct the settings or that package"
+        ) from error
+    if getattr(algorithm, "config", None) is None:
+        raise ConfigError(
+            f"algorithm {name!r} ({algorithm_class.__module__}.{algorithm_class.__qualname__}) has no config; "
+            "its __init__ must call super().__init__(config)"
+        )
+    return algorithm
 
 
 def _entry_points() -> dict[str, list[EntryPoint]]:

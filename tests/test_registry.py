@@ -51,6 +51,17 @@ class OddConfig(Nameless):
 
 class Unfinished(AlgorithmBase):
     name = "theirs"
+
+class Forgetful(Nameless):
+    name = "theirs"
+    def __init__(self, config):
+        self.own = config
+
+class Failing(Nameless):
+    name = "theirs"
+    def __init__(self, config):
+        super().__init__(config)
+        {}["weights"]
 """
 
 
@@ -81,6 +92,25 @@ def test_a_broken_plug_in_is_named(tmp_path, monkeypatch, target, message) -> No
     monkeypatch.setattr(registry, "_entry_points", lambda: points)
     with pytest.raises(ConfigError, match=message):
         registry.load_algorithm_class("theirs")
+
+
+@pytest.mark.parametrize(
+    ("target", "message"),
+    [
+        ("oddities:Forgetful", r"'theirs' \(oddities.Forgetful\) has no config; its __init__ must call super\(\)"),
+        (
+            "oddities:Failing",
+            r"'theirs' \(oddities.Failing\) failed on its settings \{'num_epochs': 2\}: KeyError: 'weights'; correct",
+        ),
+    ],
+)
+def test_a_plug_in_that_fails_on_its_settings_is_named(tmp_path, monkeypatch, target, message) -> None:
+    (tmp_path / "oddities.py").write_text(ODDITIES)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "oddities", raising=False)
+    monkeypatch.setattr(registry, "_entry_points", lambda: {"theirs": [entry_point(target)]})
+    with pytest.raises(ConfigError, match=message):
+        registry.create_algorithm("theirs", {"num_epochs": 2})
 
 
 def test_what_a_plug_in_says_in_our_words_is_handed_on(tmp_path, monkeypatch) -> None:

@@ -19,7 +19,7 @@ import pytest
 from harness.schema import Result, Run, load_result
 
 pytestmark = [pytest.mark.convergence, pytest.mark.timeout(1800)]
-REFERENCE = Path(__file__).resolve().parents[2] / "results" / "convergence-reference"
+REFERENCE = Path(__file__).resolve().parents[2] / "results" / "convergence" / "reference"
 # Of the reference's gain in held-out score. Three seeds whose paired differences spread by a seventh of the gain
 # (so they did when the reference was made) lie within a quarter of it.
 MARGIN = 0.75
