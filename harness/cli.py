@@ -96,6 +96,12 @@ def bench(
     quick: Annotated[
         bool, typer.Option("--quick", help="a smoke run in under 90 s; never quote its figures")
     ] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="only say what it would hold, cost and lack; load nothing")
+    ] = False,
+    gpus: Annotated[
+        str | None, typer.Option(help="with --dry-run: hardware such as 8xH200; default: what is here")
+    ] = None,
     out: Out = None,
 ) -> None:
     """Measure TRL, sequential and overlapped training on the same work; write table, plots and result.json."""
@@ -110,11 +116,21 @@ def bench(
     if quick:
         overrides = [*_QUICK_SETTINGS, f"num_steps={steps or _QUICK_STEPS}", *overrides]
     train = load_train_config(config, options=options, overrides=overrides)
+    names = runner_names(runners, placement, train.algo)
+    if dry_run:
+        from harness.dry_run.command import run_dry
+
+        run_dry(train, gpus, names, Console())
+        return
+    if gpus is not None:
+        raise ConfigError(
+            f"--gpus {gpus} describes the hardware of a --dry-run, and a run takes what is here"
+        )
     folder = _new_folder(out, f"{train.algo}-{train.model}", "result.json")
     plan = BenchPlan(
         name=folder.name,
         train=train,
-        runners=runner_names(runners, placement, train.algo),
+        runners=names,
         placement=parse_placement(placement),
         num_pairs=1 if quick else pairs,
         eval_every=max(1, train.num_steps // (1 if quick else evaluations)),

@@ -47,6 +47,11 @@ def format_percent(frac: float | None) -> str:
     return ABSENT if frac is None or not math.isfinite(frac) else f"{100 * frac:.1f} %"
 
 
+def format_size(num_bytes: float) -> str:
+    """Bytes in GiB, or in MiB where that would be less than a tenth."""
+    return f"{num_bytes / 2**30:.1f} GiB" if num_bytes >= 2**30 / 10 else f"{num_bytes / 2**20:.1f} MiB"
+
+
 def format_ratio_range(ratio: Ratio) -> str:
     """The extreme pairs; absent for a single pair."""
     return f"{ratio.low:.2f} to {ratio.high:.2f}" if len(ratio.pairs) > 1 else ABSENT

@@ -10,10 +10,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from harness.formatting import format_size
 from harness.gpu_check.random_models import load_shape
 from harness.gpu_check.settings import CheckModel, CheckSize, Size
 
-_GIB = 2**30
 _BYTES = {"bfloat16": 2, "float32": 4}
 # Logits, their gradient, and the copies of softmax and entropy that exist at the same time in TRL's update.
 _NUM_LOGIT_COPIES = 6
@@ -35,8 +35,8 @@ class MemoryEstimate:
 
     def as_text(self) -> str:
         """The peak and its parts."""
-        parts = ", ".join(f"{name} {_size(value)}" for name, value in self.parts.items())
-        return f"about {_size(self.total_bytes)} of GPU memory at the most ({parts})"
+        parts = ", ".join(f"{name} {format_size(value)}" for name, value in self.parts.items())
+        return f"about {format_size(self.total_bytes)} of GPU memory at the most ({parts})"
 
 
 def num_parameters(shape: dict[str, Any], *, has_head: bool = True) -> int:
@@ -79,10 +79,6 @@ def estimate(model: CheckModel, size_name: Size, size: CheckSize, runner: str) -
             "update": update + tokens * policy["vocab_size"] * width * _NUM_LOGIT_COPIES,
         }
     )
-
-
-def _size(num_bytes: int) -> str:
-    return f"{num_bytes / _GIB:.1f} GiB" if num_bytes >= _GIB / 10 else f"{num_bytes / 2**20:.1f} MiB"
 
 
 def _activation_bytes(shape: dict[str, Any], width: int, is_lora: bool = False) -> int:
