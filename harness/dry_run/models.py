@@ -1,7 +1,8 @@
 """Which models a run has, and how large they are: counted on the meta device, where a parameter takes no memory.
 
-An alias's architecture comes with this package; a folder has its own. A hub id's is asked for, and where that fails a
-reward model or critic is taken to be of the policy's size, which the report says. No weights are read or downloaded.
+An alias's architecture comes with this package; a folder has its own, and so has a hub id in the hub's cache. Any other
+reward model or critic is taken to be as large as the policy, which the report says. No weights are read, and nothing is
+downloaded.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub import constants, try_to_load_from_cache
 from torch import nn
 from transformers import (
     AutoConfig,
@@ -172,8 +174,16 @@ def known_config(name: str, role: Role) -> tuple[PreTrainedConfig, str]:
         has_own = role == "reward" or (role == "critic" and ALIASES[name].reward is not None)
         return embedded_config(shape, **(changes if has_own else {})), "comes with this package"
     path = resolve_model(name, role)
-    origin = "its folder's config.json" if Path(path).is_dir() else "the hub's config.json"
-    return load_settings(path).config, origin
+    if Path(path).is_dir():
+        return load_settings(path).config, "its folder's config.json"
+    # From the cache alone: a hub that cannot be reached is asked again and again, for half a minute.
+    cached = try_to_load_from_cache(path, "config.json", cache_dir=constants.HF_HUB_CACHE)
+    if not isinstance(cached, str):
+        raise ModelError(
+            f"nothing is known here of the {role} {path!r}: its config.json is not in the hub's cache; fetch it with: "
+            f"hf download {path} config.json"
+        )
+    return load_settings(Path(cached).parent).config, "the hub's cache"
 
 
 def embedded_config(name: str, **changes: Any) -> PreTrainedConfig:
@@ -187,7 +197,7 @@ def _config_or(name: str, role: Role, policy: PreTrainedConfig) -> tuple[PreTrai
     try:
         return known_config(name, role)
     except ModelError:
-        return policy, "not known here: taken to be as large as the policy"
+        return policy, "not in the hub's cache: taken to be as large as the policy"
 
 
 def _reads_ids(train: TrainConfig, policy: PreTrainedConfig, reward: PreTrainedConfig) -> bool:

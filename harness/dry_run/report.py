@@ -101,11 +101,13 @@ def _settings(plan: Plan) -> Table:
     table = _table("run", "what", "planned")
     backend = getattr(train, "backend", "hf")
     _add_row(table, "placement", plan.layout.sentence)
-    _add_row(table, "prompts", train.dataset or f"task {train.task}")
+    _add_row(table, "data", train.dataset or f"task {train.task}")
     _add_row(
         table, "batch", f"B = {work.batch_size}, Δ = {work.delta}, responses per prompt: {work.group_size}"
     )
-    _add_row(table, "tokens", f"prompt {work.prompt_tokens}, response at most {work.response_tokens}")
+    bounded = "at most" if train.max_prompt_tokens else "without max_prompt_tokens taken to be"
+    _add_row(table, "prompt", f"{bounded} {work.prompt_tokens} tokens")
+    _add_row(table, "response", f"at most {work.response_tokens} tokens")
     _add_row(table, "generator", f"backend {backend}, {train.dtype}")
     adapter = "all weights" if train.actor_lora is None else f"a LoRA adapter of rank {train.actor_lora.r}"
     passes = f"passes per batch: {work.num_epochs}, mini-batches: {work.num_mini_batches}"

@@ -16,7 +16,7 @@ DOCUMENT = Path(__file__).parents[3] / "docs" / "backends.md"
 
 
 @pytest.fixture
-def bench(monkeypatch, capsys, tmp_path, no_hub) -> Callable[[str], tuple[int, str]]:
+def bench(monkeypatch, capsys, tmp_path) -> Callable[[str], tuple[int, str]]:
     """Runs ``oppo-kit bench`` in an empty folder; returns exit code and all output, in one line."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "200")
@@ -111,7 +111,7 @@ def test_the_backend_is_named(bench) -> None:
         ("--gpus many --dry-run", "--gpus 'many' is not of the form COUNTxCARD"),
         ("--runners tlr --dry-run", "unknown runner 'tlr'; did you mean 'trl'"),
         ("--gpus 2xL4 --set overlap.scorer_device=cuda:2 --dry-run", "is no device of 2 x L4"),
-        ("--model nobody/nothing --dry-run", "could not be had from the hub"),
+        ("--model nobody/nothing --dry-run", "nothing is known here of the policy 'nobody/nothing'"),
     ],
 )
 def test_bad_input_ends_with_2(bench, arguments: str, message: str) -> None:

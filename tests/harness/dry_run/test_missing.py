@@ -23,8 +23,7 @@ RULE = "harness.workloads.math_task:math_reward"
 
 @pytest.fixture(autouse=True)
 def empty_caches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """No hub and nothing in any cache."""
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    """Nothing is in any cache."""
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
     monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path / "own"))
     return tmp_path / "hub"

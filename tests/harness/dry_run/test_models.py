@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from huggingface_hub import constants
 
 from harness.dry_run.models import Shape, count_models, embedded_config, is_function, known_config
 from harness.models import ALIASES
@@ -75,18 +76,18 @@ def test_a_critic_starts_from_the_policy_where_the_reward_model_reads_text() -> 
     assert models.critic.shape == models.policy.shape
 
 
-def test_a_reward_model_that_cannot_be_reached_is_taken_to_be_as_large_as_the_policy(no_hub) -> None:
+def test_a_reward_model_that_is_not_here_is_taken_to_be_as_large_as_the_policy() -> None:
     models = counted(model="qwen2.5-3b", reward="nobody/no-such-reward")
     assert models.reward is not None
     assert models.reward.shape == models.policy.shape
-    assert models.reward.architecture == "not known here: taken to be as large as the policy"
+    assert models.reward.architecture == "not in the hub's cache: taken to be as large as the policy"
     unnamed = counted(model="qwen2.5-3b", task="free_form")
     assert unnamed.reward is not None
     assert unnamed.reward_name is None
     assert unnamed.reward.architecture == "taken to be as large as the policy"
 
 
-def test_a_critic_of_its_own_is_counted(no_hub) -> None:
+def test_a_critic_of_its_own_is_counted() -> None:
     models = counted(
         "critic=smollm2-135m", model="qwen2.5-3b", reward="harness.workloads.math_task:math_reward"
     )
@@ -104,13 +105,26 @@ def test_a_folder_has_its_own_configuration(tmp_path: Path) -> None:
     )
 
 
-def test_a_policy_of_which_nothing_is_known_is_refused(no_hub) -> None:
-    with pytest.raises(ModelError, match="could not be had from the hub"):
+def test_a_policy_of_which_nothing_is_known_is_refused() -> None:
+    with pytest.raises(
+        ModelError,
+        match="nothing is known here of the policy 'nobody/no-such-policy': .*hf download nobody/no-such-policy",
+    ):
         counted(model="nobody/no-such-policy")
     with pytest.raises(UnknownNameError, match="unknown model 'qwen7b'"):
         counted(model="qwen7b")
     with pytest.raises(ConfigError, match="comes without a reward model"):
         counted(model="qwen2.5-3b", reward="qwen2.5-3b")
+
+
+def test_a_hub_id_is_known_by_the_hub_s_cache(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    repository = tmp_path / "models--owner--name"
+    embedded_config("smollm2-135m", num_hidden_layers=2).save_pretrained(repository / "snapshots" / "abc")
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text("abc")
+    config, origin = known_config("owner/name", "policy")
+    assert (Shape.of(config).num_layers, origin) == (2, "the hub's cache")
 
 
 def test_what_is_no_language_model_is_refused(tmp_path: Path) -> None:
