@@ -30,7 +30,7 @@ from oppo_kit.algorithm import AlgorithmBase
 from oppo_kit.backends.loading import load_settings
 from oppo_kit.build import add_adapter
 from oppo_kit.config import LoraSettings, TrainConfig
-from oppo_kit.errors import ModelError
+from oppo_kit.errors import ConfigError, ModelError
 
 # Aliases without weights in this package: the embedded configuration, and what differs in the reward model's.
 _SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -60,9 +60,18 @@ class Shape:
 
     @classmethod
     def of(cls, config: PreTrainedConfig) -> Shape:
-        """The shape that a configuration describes."""
+        """The shape that a configuration describes.
+
+        Raises:
+            ModelError: it has no attention.
+        """
         text: Any = config.get_text_config()
-        num_heads = text.num_attention_heads
+        num_heads = getattr(text, "num_attention_heads", None)
+        if not num_heads:
+            raise ModelError(
+                f"a model of the type {config.model_type!r} has no attention heads; only decoders that keep keys and "
+                "values can be planned and served, such as Qwen2's"
+            )
         head_size = getattr(text, "head_dim", None) or text.hidden_size // num_heads
         return cls(
             num_layers=text.num_hidden_layers,
@@ -193,10 +202,12 @@ def embedded_config(name: str, **changes: Any) -> PreTrainedConfig:
 
 
 def _config_or(name: str, role: Role, policy: PreTrainedConfig) -> tuple[PreTrainedConfig, str]:
-    """The policy's for a model that cannot be reached."""
+    """The policy's for a hub id of which nothing is known here."""
     try:
         return known_config(name, role)
     except ModelError:
+        if Path(name).is_dir():
+            raise
         return policy, "not in the hub's cache: taken to be as large as the policy"
 
 
@@ -216,12 +227,25 @@ def _make(
     try:
         with torch.device("meta"):
             model = auto_class.from_config(config, dtype=dtype)
-            return model if lora is None else add_adapter(model, lora)
     except ValueError as error:
-        reason = str(error).splitlines()[0].rstrip(".")
         raise ModelError(
-            f"a model of the type {config.model_type!r} cannot be the {role}: {reason}; pass a decoder such as Qwen2's"
+            f"a model of the type {config.model_type!r} cannot be the {role}: {_first_line(error)}; pass a "
+            "decoder such as Qwen2's"
         ) from error
+    if lora is None:
+        return model
+    try:
+        with torch.device("meta"):
+            return add_adapter(model, lora)
+    except ValueError as error:
+        raise ConfigError(
+            f"the adapter does not fit a model of the type {config.model_type!r}: {_first_line(error)}; set "
+            "actor_lora.target_modules to names of its linear layers, or to all-linear"
+        ) from error
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).splitlines()[0].rstrip(".")
 
 
 def _count(name: str, architecture: str, model: Any, *, is_trained: bool) -> CountedModel:

@@ -101,6 +101,8 @@ def _settings(plan: Plan) -> Table:
     table = _table("run", "what", "planned")
     backend = getattr(train, "backend", "hf")
     _add_row(table, "placement", plan.layout.sentence)
+    if plan.layout.num_training > 1:
+        _add_row(table, "", "a plan: this version trains in one process, see below")
     _add_row(table, "data", train.dataset or f"task {train.task}")
     _add_row(
         table, "batch", f"B = {work.batch_size}, Δ = {work.delta}, responses per prompt: {work.group_size}"

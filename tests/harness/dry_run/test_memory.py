@@ -136,8 +136,10 @@ def kept_bytes(module: torch.nn.Module, input_ids: torch.Tensor) -> int:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("is_lora", [False, True])
-@pytest.mark.parametrize("name", ["qwen2.5-7b", "smollm2-135m"])
-@pytest.mark.parametrize(("hidden", "inner", "num_key_values"), [(128, 704, 1), (256, 352, 4)])
+@pytest.mark.parametrize(
+    ("name", "hidden", "inner", "num_key_values"),
+    [("qwen2.5-7b", 128, 704, 1), ("smollm2-135m", 256, 352, 4)],
+)
 def test_activations_are_what_pytorch_keeps_for_the_backward_pass(
     name: str, dtype: torch.dtype, is_lora: bool, hidden: int, inner: int, num_key_values: int
 ) -> None:

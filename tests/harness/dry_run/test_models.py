@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from huggingface_hub import constants
+from transformers import MambaConfig, T5Config
 
 from harness.dry_run.models import Shape, count_models, embedded_config, is_function, known_config
 from harness.models import ALIASES
@@ -160,3 +161,22 @@ def test_every_alias_without_weights_in_the_package_has_an_embedded_shape() -> N
         config, origin = known_config(name, "policy")
         assert origin == ("its folder's config.json" if alias.is_offline else "comes with this package")
         assert Shape.of(config).vocab > 0
+
+
+def test_a_model_without_attention_is_refused(tmp_path: Path) -> None:
+    MambaConfig(num_hidden_layers=1, hidden_size=8).save_pretrained(tmp_path)
+    with pytest.raises(ModelError, match="a model of the type 'mamba' has no attention heads; only decoders"):
+        counted(model=str(tmp_path), algo="grpo")
+
+
+def test_an_adapter_that_does_not_fit_is_refused() -> None:
+    with pytest.raises(
+        ConfigError, match="the adapter does not fit a model of the type 'llama': .*target_modules to"
+    ):
+        counted("actor_lora.target_modules=[nope]", model="smollm2-135m", algo="grpo")
+
+
+def test_a_folder_that_cannot_be_a_reward_model_is_not_taken_for_an_unknown_one(tmp_path: Path) -> None:
+    T5Config(num_layers=1).save_pretrained(tmp_path)
+    with pytest.raises(ModelError, match="encoder-decoder"):
+        counted(model="smollm2-135m", reward=str(tmp_path))
