@@ -97,7 +97,10 @@ def test_a_broken_plug_in_is_named(tmp_path, monkeypatch, target, message) -> No
 @pytest.mark.parametrize(
     ("target", "message"),
     [
-        ("oddities:Forgetful", r"'theirs' \(oddities.Forgetful\) has no config; its __init__ must call super\(\)"),
+        (
+            "oddities:Forgetful",
+            r"'theirs' \(oddities.Forgetful\) has no config; its __init__ must call super\(\)",
+        ),
         (
             "oddities:Failing",
             r"'theirs' \(oddities.Failing\) failed on its settings \{'num_epochs': 2\}: KeyError: 'weights'; correct",
