@@ -29,7 +29,7 @@ QUIET_ENV := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TRL_EXPERIMENTAL_SILENCE=1 TOKEN
 .DEFAULT_GOAL := help
 
 help: ## list the targets
-	@sed -n 's/^\([a-z0-9-]*\):.*## /\1	/p' Makefile | expand -t 12
+	@sed -n 's/^\([a-z0-9-]*\):.*## /\1	/p' Makefile | expand -t 20
 	@echo
 	@echo 'variables: PYTHON=python3.11  TORCH_INDEX=URL  BENCH_ARGS="--quick"  PYTEST_ARGS="-k name"'
 
@@ -94,7 +94,7 @@ $(STAMP): | $(BIN)/python
 	$(PIP) install --quiet $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) '$(TORCH)'
 	$(PIP) install --quiet --no-deps --require-hashes -r requirements.lock
 	@# Has no wheel. Only the reasoning-gym tasks need it, so its absence is told, and an error in CI alone.
-	$(PIP) install --quiet --no-deps --require-hashes -r requirements-compiled.lock || { \
+	@$(PIP) install --quiet --no-deps --require-hashes -r requirements-compiled.lock || { \
 	  echo "warning: could not build requirements-compiled.lock (is there a C compiler, are there Python's headers?);" >&2; \
 	  echo "warning: the reasoning-gym tasks will not work and their tests will be skipped." >&2; \
 	  test "$${CI:-}" != true; }

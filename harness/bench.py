@@ -300,7 +300,12 @@ def _run_with_bar(spec: RunSpec, folder: Path, label: str, progress: Progress) -
         progress.update(bar, advance=1, note=note)
 
     run = run_in_process(spec, folder, Run, on_progress=on_progress)
-    progress.update(bar, note=f"{run.total_train_s:.0f} s of training")
+    note = f"{run.total_train_s:.0f} s of training"
+    progress.update(bar, note=note)
+    if (
+        not progress.console.is_terminal
+    ):  # bars are shown at the very end there, and a log that stands still looks hung
+        progress.console.print(f"{label}: {len(run.steps)} steps, {note}", markup=False, highlight=False)
     return run
 
 

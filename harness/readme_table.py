@@ -35,7 +35,8 @@ NO_RESULTS = "No results are committed yet."
 NOTE = (
     "Ratios: how many times more seconds per trained response the first takes than the second; whole runs "
     "without warm-up, drain included; median over pairs (lowest to highest). Difference: mean over paired "
-    "seeds (90 % interval). Time to reward: training time to 90 % of the baseline's gain."
+    "seeds (90 % interval). Time to reward: training time to 90 % of the baseline's gain; not reached: by half of "
+    "the runs or more. Each runner has its own fastest number of threads. One pair tells little."
 )
 
 
@@ -121,7 +122,9 @@ def _machine(result: Result) -> str:
 
 
 def _ratio(ratio: Ratio | None) -> str:
-    return ABSENT if ratio is None else f"{ratio.median:.2f} ({format_ratio_range(ratio)})"
+    if ratio is None:
+        return ABSENT
+    return f"{ratio.median:.2f} ({format_ratio_range(ratio) if len(ratio.pairs) > 1 else 'one pair'})"
 
 
 def _difference(result: Result) -> str:
@@ -135,8 +138,13 @@ def _difference(result: Result) -> str:
 
 
 def _times(result: Result) -> str:
-    reached = [f"{name} {format_seconds(s)}" for name, s in result.time_to_reward_s.items() if s is not None]
-    return ", ".join(reached) or ABSENT
+    """By runner; nothing where there was no gain to reach."""
+    times = result.time_to_reward_s
+    if all(seconds is None for seconds in times.values()):
+        return ABSENT
+    return ", ".join(
+        f"{name} {'not reached' if s is None else format_seconds(s)}" for name, s in times.items()
+    )
 
 
 if __name__ == "__main__":

@@ -160,7 +160,7 @@ def compare(
     """
     if not 0 < margin < 1:
         raise ConfigError(
-            f"margin={margin} must be a share of the reference's gain above 0 and below 1, for example 0.1"
+            f"margin={margin} must be a share of the reference's gain above 0 and below 1, for example 0.1 or 10%"
         )
     curves = pair_results(run, reference, runner=runner, reference_runner=reference_runner, by=by)
     judged = judge(curves.responses, curves.run, curves.reference, margin)

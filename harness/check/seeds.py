@@ -16,6 +16,7 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from harness.check.command import parse_margin
 from harness.check.equivalence import QUANTITIES, TARGET_POWER, Number, curve_numbers, power, seeds_needed
 from harness.check.pairing import By, curves_of
 from harness.environment import describe_environment
@@ -147,7 +148,7 @@ def render(plan: SeedPlan) -> str:
             "",
             f"From {plan.num_seeds_seen} seeds of runner `{plan.runner}` alone. Planned: {plan.num_seeds_planned} "
             f"seeds, a margin of {_percent(plan.margin_planned)} of the gain in held-out score; power at least "
-            f"{_percent(plan.least_power('score', plan.margin_planned))}.",
+            f"{_percent(plan.least_power('score', plan.margin_planned))}. {_advice(plan)}",
             "",
             markdown_table(
                 ["held-out", "number", "gain", "spread between seeds", "of paired differences, of the gain"],
@@ -174,25 +175,32 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("result", type=Path, help="folder of a benchmark of the reference alone")
     parser.add_argument("--runner", default="sequential", help="the reference")
     parser.add_argument("--seeds", type=int, required=True, help="how many the check will have")
-    parser.add_argument("--margin", type=float, default=0.1, help="of the check, as a share of the gain")
+    parser.add_argument("--margin", default="10%", help="of the check, as a share of the gain: 10%% or 0.1")
     parser.add_argument("--out", type=Path, required=True, help="folder for seeds.json and seeds.md")
     options = parser.parse_args(arguments)
     command = (
         f"python -m harness.check.seeds {options.result} --runner {options.runner} --seeds {options.seeds} "
-        f"--margin {options.margin:g}"
+        f"--margin {options.margin}"
     )
-    return carry_out(
-        options.out,
-        "seeds",
-        lambda: plan_seeds(
-            options.result,
-            runner=options.runner,
-            num_seeds=options.seeds,
-            margin=options.margin,
-            command=command,
-        ),
-        render,
-    )
+
+    def measure() -> SeedPlan:
+        margin = parse_margin(options.margin)
+        return plan_seeds(
+            options.result, runner=options.runner, num_seeds=options.seeds, margin=margin, command=command
+        )
+
+    return carry_out(options.out, "seeds", measure, render)
+
+
+def _advice(plan: SeedPlan) -> str:
+    """Whether the plan is enough for the usual power, and else what would be."""
+    needed = plan.num_needed("score", plan.margin_planned)
+    if needed is not None and needed <= plan.num_seeds_planned:
+        return f"That is enough: {needed} seeds have {_percent(TARGET_POWER)}."
+    wide_enough = [m for m in MARGINS if (plan.num_needed("score", m) or math.inf) <= plan.num_seeds_planned]
+    more = "no number of seeds up to 1,000 is enough" if needed is None else f"take {needed} seeds"
+    wider = f", or a margin of {_percent(wide_enough[0])}" if wide_enough else ""
+    return f"That is not enough for {_percent(TARGET_POWER)}: {more}{wider}, or evaluate on more problems."
 
 
 def _values_of(result: Result, runner: str) -> list[By]:

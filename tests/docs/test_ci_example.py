@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import shlex
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from check_results import make_pair, save
 
 from harness.check.seeds import main as plan_seeds
 from harness.cli import app
+from oppo_kit.installation import main
 
 pytest_plugins = ["pytester"]
 ROOT = Path(__file__).resolve().parents[2]
@@ -95,15 +97,33 @@ def test_the_seeds_can_be_planned_as_shown(tmp_path: Path, monkeypatch: pytest.M
     [line] = [
         line for block in blocks("bash") for line in block.splitlines() if "harness.check.seeds" in line
     ]
-    monkeypatch.chdir(tmp_path)
-    _, reference = make_pair((0.0, 0.0, 0.0))
-    reference.runners["sequential"] = reference.runners.pop("trl")
-    for seed, run in enumerate(reference.runners["sequential"].runs):
-        run.evaluations[-1].score_mean = 1.2 + 0.02 * seed
-    save(reference, tmp_path / "results" / "reference")
-    assert plan_seeds(shlex.split(line)[3:]) == 0
+    monkeypatch.chdir(ROOT)
+    arguments = shlex.split(line)[3:]
+    assert arguments[-2] == "--out"
+    assert plan_seeds([*arguments[:-1], str(tmp_path / "plan")]) == 0
     assert "seeds, by score" in capsys.readouterr().out
-    assert (tmp_path / "runs" / "plan" / "seeds.json").exists()
+    assert (tmp_path / "plan" / "seeds.json").exists()
+
+
+def test_the_first_check_can_be_run_as_shown(monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    [arguments] = [found for found in commands("oppo-kit") if found[:2] == ["check", "results/grpo-tiny"]]
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(sys, "argv", ["oppo-kit", *arguments])
+    with pytest.raises(SystemExit) as end:
+        main()
+    assert end.value.code == 0
+    assert "Equivalent: both learned as sequential did" in " ".join(capsys.readouterr().out.split())
+
+
+def test_what_documents_link_to_is_there() -> None:
+    for document in [
+        *ROOT.glob("*.md"),
+        *ROOT.glob("docs/*.md"),
+        *ROOT.glob("*/README.md"),
+        *ROOT.glob("results/*/README.md"),
+    ]:
+        for target in re.findall(r"\]\((?!https?:|#)([^)#]+)", document.read_text()):
+            assert (document.parent / target).exists(), f"{document.name} links to {target}"
 
 
 def test_the_snippet_of_a_test_runs(pytester: pytest.Pytester) -> None:

@@ -77,6 +77,14 @@ def test_runners_take_turns_with_one_seed_a_pair(tmp_path, recorded) -> None:
     assert load_result(tmp_path).model_dump() == result.model_dump()
 
 
+def test_a_log_has_a_line_for_every_run(tmp_path, recorded) -> None:
+    with (tmp_path / "log").open("w") as log:
+        bench.run_bench(make_plan(tmp_path / "run", num_pairs=1), Console(file=log, width=200))
+    text = (tmp_path / "log").read_text()
+    assert "sequential, seed 0: 4 steps, " in text
+    assert "overcommit, seed 0: 4 steps, " in text
+
+
 def test_the_evaluation_before_training_is_handed_to_later_runs(tmp_path, recorded, monkeypatch) -> None:
     working, handed = bench.run_in_process, []
 

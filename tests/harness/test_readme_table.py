@@ -95,6 +95,19 @@ def test_a_missing_runner_leaves_its_cells_absent(results: Path) -> None:
     )
 
 
+def test_one_pair_and_a_gain_that_was_not_reached_are_said(results: Path) -> None:
+    ladder = make_ladder()
+    for runner in ladder.runners.values():
+        del runner.runs[1:]
+    for evaluation in ladder.runners["overcommit"].runs[0].evaluations[1:]:
+        evaluation.accuracy = 0.0
+    _commit(results, "a", ladder)
+    row = render_table(results).splitlines()[2]
+    assert " (one pair) |" in row
+    assert "overcommit not reached |" in row
+    assert "trl not reached" not in row
+
+
 def test_a_results_file_that_does_not_fit_is_named(results: Path) -> None:
     (results / "a").mkdir()
     (results / "a" / "result.json").write_text("{}")

@@ -43,6 +43,7 @@ from oppo_kit.integrations.trl.pairs import (
 from oppo_kit.integrations.trl.passes import run_passes
 from oppo_kit.integrations.trl.prompts import ReplayedPrompts, Rounds, Row, replay_loader
 from oppo_kit.integrations.trl.refusals import (
+    checked_overlap,
     refuse_arguments,
     refuse_common_settings,
     refuse_model,
@@ -116,7 +117,7 @@ class OverlapOnlineDPOTrainer(_Stock):
     def __init__(
         self, *args: Any, overlap: OverlapConfig | None = None, trims_padding: bool = True, **kwargs: Any
     ) -> None:
-        self.overlap = overlap or OverlapConfig()
+        self.overlap = checked_overlap(overlap)
         self._trims_padding = trims_padding
         arguments = _bound(super().__init__, args, kwargs)
         refuse_arguments(arguments)

@@ -32,6 +32,7 @@ from oppo_kit.integrations.trl.compatibility import require_attributes
 from oppo_kit.integrations.trl.passes import LOGPROB_METHODS, ShortPasses
 from oppo_kit.integrations.trl.prompts import ReplayedPrompts, Rounds, Row, replay_loader
 from oppo_kit.integrations.trl.refusals import (
+    checked_overlap,
     refuse_arguments,
     refuse_data,
     refuse_model,
@@ -103,7 +104,7 @@ class OverlappingTrainer(ShortPasses):
     def __init__(
         self, *args: Any, overlap: OverlapConfig | None = None, trims_padding: bool = True, **kwargs: Any
     ) -> None:
-        self.overlap = overlap or OverlapConfig()
+        self.overlap = checked_overlap(overlap)
         self._trims_padding = trims_padding
         arguments = _bound(super().__init__, args, kwargs)
         refuse_arguments(arguments)

@@ -43,6 +43,7 @@ from oppo_kit.integrations.trl.ppo_parts import (
     without_dropout,
 )
 from oppo_kit.integrations.trl.ppo_samples import answer, print_samples
+from oppo_kit.integrations.trl.refusals import checked_overlap
 from oppo_kit.registry import create_algorithm
 
 _logger = logging.getLogger(__name__)
@@ -129,6 +130,7 @@ class OverlapPPOTrainer:
                 f"processing_class is a {type(processing_class).__name__}; pass the policy's tokenizer: images and "
                 "audio are not read"
             )
+        checked_overlap(overlap)
         check_arguments(args)
         check_models(reward_model, value_model, model)
         self.processing_class = processing_class

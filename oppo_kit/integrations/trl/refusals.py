@@ -22,6 +22,20 @@ _OTHER_GENERATORS = {
 _IMAGE_COLUMNS = ("image", "images")
 
 
+def checked_overlap(overlap: OverlapConfig | None) -> OverlapConfig:
+    """The settings, or the defaults for None.
+
+    Raises:
+        ConfigError: it is something else.
+    """
+    if overlap is not None and not isinstance(overlap, OverlapConfig):
+        raise ConfigError(
+            f"overlap is a {type(overlap).__name__}; pass oppo_kit.OverlapConfig(...), for example "
+            "OverlapConfig(delta=2)"
+        )
+    return overlap or OverlapConfig()
+
+
 def refuse_arguments(arguments: Mapping[str, Any]) -> None:
     """Arguments of the constructor.
 

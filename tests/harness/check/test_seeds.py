@@ -48,7 +48,7 @@ def test_power_and_seeds_are_those_of_the_check(reference: Path) -> None:
 
 
 def test_the_files_say_what_is_planned(reference: Path, tmp_path: Path, capsys) -> None:
-    arguments = [str(reference), "--runner", "both", "--seeds", "8", "--margin", "0.1"]
+    arguments = [str(reference), "--runner", "both", "--seeds", "8", "--margin", "10%"]
     assert main([*arguments, "--out", str(tmp_path / "plan")]) == 0
     text = (tmp_path / "plan" / "seeds.md").read_text()
     assert capsys.readouterr().out.strip() == text.strip()
@@ -56,12 +56,27 @@ def test_the_files_say_what_is_planned(reference: Path, tmp_path: Path, capsys) 
         "From 3 seeds of runner `both` alone. Planned: 8 seeds, a margin of 10 % of the gain in held-out"
         in text
     )
+    assert "power at least " in text
+    assert "That is enough: " in text
     assert "| accuracy | area | 0.250 | 0.00500 | 2.83 % |" in text
     stored = SeedPlan.model_validate_json((tmp_path / "plan" / "seeds.json").read_text())
     assert (stored.result, stored.num_seeds_seen) == ("synthetic", 3)
     assert json.loads((tmp_path / "plan" / "seeds.json").read_text())["command"].endswith(
-        "--seeds 8 --margin 0.1"
+        "--seeds 8 --margin 10%"
     )
+
+
+def test_too_few_seeds_are_advised_what_would_be_enough(reference: Path) -> None:
+    needed = plan(reference, 2).num_needed("score", 0.1)
+    text = " ".join(render(plan(reference, 3)).split())
+    assert f"That is not enough for 80 %: take {needed} seeds, or a margin of " in text
+    assert "no number of seeds up to 1,000 is enough" in render(plan(reference, 2, margin=0.001))
+
+
+def test_a_margin_that_is_no_number_ends_with_one_line(reference: Path, tmp_path: Path, capsys) -> None:
+    arguments = [str(reference), "--runner", "both", "--seeds", "8", "--margin", "wide"]
+    assert main([*arguments, "--out", str(tmp_path / "plan")]) == 2
+    assert "error: --margin 'wide' is no number; pass a share" in capsys.readouterr().err
 
 
 def test_without_a_checker_only_the_score_is_planned(reference: Path, tmp_path: Path) -> None:

@@ -44,6 +44,14 @@ def test_arguments_of_another_way_to_generate_are_refused(argument, tmp_path) ->
 
 
 @each
+def test_overlap_must_be_its_configuration(name, tmp_path) -> None:
+    with pytest.raises(
+        ConfigError, match=r"overlap is a dict; pass oppo_kit.OverlapConfig\(...\), for example"
+    ):
+        make_trainer(name, tmp_path, trainer_arguments={"overlap": {"delta": 2}})
+
+
+@each
 def test_delta_says_its_legal_values(name, tmp_path) -> None:
     words = (
         r"delta=9 exceeds B × max_age = 4 × 2, .* = 8 / 2 prompts: .*; delta may be 0 to 8, usually up to 2"
