@@ -46,9 +46,9 @@ def test_arguments_of_another_way_to_generate_are_refused(argument, tmp_path) ->
 @each
 def test_overlap_must_be_its_configuration(name, tmp_path) -> None:
     with pytest.raises(
-        ConfigError, match=r"overlap is a dict; pass oppo_kit.OverlapConfig\(...\), for example"
+        ConfigError, match=r"overlap is a str; pass oppo_kit.OverlapConfig\(...\), for example"
     ):
-        make_trainer(name, tmp_path, trainer_arguments={"overlap": {"delta": 2}})
+        make_trainer(name, tmp_path, overlap="delta=2")  # type: ignore[arg-type]
 
 
 @each
