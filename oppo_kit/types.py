@@ -298,8 +298,7 @@ class MicroBatch:
         tensors: the algorithm's own tensors, cut to these rows.
         num_step_tokens: tokens of the mask in the whole optimizer step (all micro-batches, all processes).
         num_step_rows: rows of the whole optimizer step that count; see ``TrainBatch.row_mask``.
-        mean_step_tokens: ``num_step_tokens`` on average over the steps of a pass over the batch: the same for all of
-            them, so that a token weighs as much in every step; None: there is one step.
+        mean_step_tokens: ``num_step_tokens`` on average over the steps of a pass; None: there is one step.
     """
 
     mask: Tensor

@@ -258,7 +258,7 @@ def test_a_single_run_has_no_intervals_and_nothing_raw_is_printed() -> None:
 
 def test_one_pair_shows_a_ratio_without_a_range() -> None:
     text = _text(make_result({"trl": [make_run([2.0] * 12)], "sequential": [make_run([1.0] * 12)]}))
-    assert "| trl/sequential | 2.00 | n/a | 1 | 2.00 |" in text
+    assert "| trl/sequential | 2.00 | one pair | 1 | 2.00 |" in text
     assert "one pair" in text
     assert "one seed, so no interval" in text
 
