@@ -13,7 +13,7 @@ from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from oppo_kit.algorithm import AlgorithmBase
-from oppo_kit.backends.forward import causal_model, check_one_score
+from oppo_kit.backends.forward import causal_model, check_one_score, context_tokens
 from oppo_kit.backends.function_scorer import FunctionScorer
 from oppo_kit.backends.hf_generator import HFGenerator
 from oppo_kit.backends.hf_scorer import HFCriticScorer, HFReferenceScorer, HFRewardScorer
@@ -25,6 +25,8 @@ from oppo_kit.backends.loading import (
 )
 from oppo_kit.backends.rendering import IdsRendering, Rendering, TextRendering
 from oppo_kit.backends.sampler import Truncation
+from oppo_kit.backends.vllm_engine import VLLMEngine
+from oppo_kit.backends.vllm_generator import VLLMGenerator
 from oppo_kit.config import LoraSettings, OverlapConfig, SamplingConfig, TrainConfig
 from oppo_kit.engine.loop import OverlapEngine
 from oppo_kit.errors import ConfigError
@@ -32,7 +34,7 @@ from oppo_kit.learner.learner import AccelerateLearner, MakeOptimizers
 from oppo_kit.placement.functions import FunctionPlacement
 from oppo_kit.placement.placing import place, settle_placement
 from oppo_kit.placement.thread import ThreadPlacement
-from oppo_kit.protocols import EventListener, PromptSource, Scorer, ScorerHandle
+from oppo_kit.protocols import EventListener, Generator, PromptSource, Scorer, ScorerHandle
 from oppo_kit.registry import create_algorithm
 
 _logger = logging.getLogger(__name__)
@@ -109,9 +111,7 @@ def build_engine(
     )
     overlap = settle_placement(config.overlap, learner.accelerator.device)
     config = config.model_copy(update={"overlap": overlap})
-    generator = _make_generator(
-        config, learner.policy, tokenizer, has_prefix_logprobs=algorithm.needs_proximal
-    )
+    generator = _make_generator(config, algorithm, learner.policy, tokenizer)
     scorers = _make_scorers(config, algorithm, learner, reward, reference, rendering)
     try:
         return OverlapEngine(
@@ -132,20 +132,53 @@ def build_engine(
 
 
 def _make_generator(
-    config: TrainConfig, policy: nn.Module, tokenizer: PreTrainedTokenizerBase, *, has_prefix_logprobs: bool
-) -> HFGenerator:
+    config: TrainConfig, algorithm: AlgorithmBase, policy: nn.Module, tokenizer: PreTrainedTokenizerBase
+) -> Generator:
     sampling = config.sampling
     stop_ids = sampling.stop_token_ids
+    if stop_ids is None:
+        stop_ids = stop_token_ids(tokenizer, causal_model(policy))
+    if config.backend == "vllm":
+        return VLLMGenerator(
+            policy,
+            _start_vllm(config, algorithm, policy),
+            temperature=sampling.temperature,
+            stop_token_ids=stop_ids,
+            seed=config.seed,
+            carried_cache=config.overlap.carried_cache,
+            num_threads_shared=config.overlap.decode_threads,
+        )
     return HFGenerator(
         policy,
         temperature=sampling.temperature,
-        stop_token_ids=stop_token_ids(tokenizer, causal_model(policy)) if stop_ids is None else stop_ids,
+        stop_token_ids=stop_ids,
         seed=config.seed,
         truncation=_truncation(sampling),
         carried_cache=config.overlap.carried_cache,
-        has_prefix_logprobs=has_prefix_logprobs,
+        has_prefix_logprobs=algorithm.needs_proximal,
         batch_invariant=sampling.batch_invariant,
         num_threads_shared=config.overlap.decode_threads,
+    )
+
+
+def _start_vllm(config: TrainConfig, algorithm: AlgorithmBase, policy: nn.Module) -> VLLMEngine:
+    """Room for B + Δ groups of the longest prompt and response that the settings allow."""
+    model = causal_model(policy)
+    max_tokens = context_tokens(model.config)
+    if config.max_prompt_tokens is not None:
+        longest = config.max_prompt_tokens + config.sampling.response_length
+        max_tokens = longest if max_tokens is None else min(longest, max_tokens)
+    if max_tokens is None:
+        raise ConfigError(
+            f"the configuration of {type(model).__name__} names no longest context, and vLLM must know it to start; "
+            "set max_prompt_tokens"
+        )
+    return VLLMEngine(
+        model,
+        max_tokens=max_tokens,
+        max_requests=(config.batch_size + config.overlap.delta) * algorithm.group_size,
+        kv_cache_gib=config.vllm.kv_cache_gib,
+        has_prefix_cache=config.overlap.carried_cache == "recompute",
     )
 
 

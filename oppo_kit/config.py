@@ -182,6 +182,21 @@ class LoraSettings(_Frozen):
     target_modules: str | list[str] = Field(default="all-linear", description="as PEFT's")
 
 
+# vLLM refuses requests above it.
+_VLLM_MAX_TEMPERATURE = 2.0
+
+
+class VLLMConfig(_Frozen):
+    """The engine of backend vllm."""
+
+    kv_cache_gib: float = Field(
+        default=2.0,
+        gt=0,
+        description="memory for the keys and values of all responses in flight; what does not fit waits, or is "
+        "computed again; 1 to 40",
+    )
+
+
 class TrainConfig(_Frozen):
     """One training run."""
 
@@ -221,6 +236,10 @@ class TrainConfig(_Frozen):
     )
     prompt_column: str = Field(default="prompt", description="column of the prompt: text or messages")
     dtype: Literal["float32", "bfloat16"] = Field(default="float32", description="weights of all models")
+    backend: Literal["hf", "vllm"] = Field(
+        default="hf",
+        description="what samples responses: transformers with our own cache, or vLLM (extra vllm), in this process",
+    )
     actor_lora: LoraSettings | None = Field(default=None, description="train adapters instead of all weights")
     batch_size: int = Field(default=64, ge=1, description="B, groups per step")
     num_steps: int = Field(default=100, ge=1, description="engine steps; steps × B prompts are drawn")
@@ -233,6 +252,7 @@ class TrainConfig(_Frozen):
     seed: int = Field(default=0, ge=0, lt=2**31, description="prompts, noise, initialisation, mini-batches")
     sampling: SamplingConfig = Field(default_factory=SamplingConfig)
     overlap: OverlapConfig = Field(default_factory=OverlapConfig)
+    vllm: VLLMConfig = Field(default_factory=VLLMConfig)
     learner: LearnerConfig = Field(default_factory=LearnerConfig)
 
     @model_validator(mode="after")
@@ -242,6 +262,27 @@ class TrainConfig(_Frozen):
             raise ValueError(
                 f"overlap.delta={self.overlap.delta} exceeds batch_size × max_age = {limit}, so more than B groups "
                 f"could be due at once; lower delta, or raise overlap.max_age"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _backend_fits(self) -> TrainConfig:
+        if self.backend != "vllm":
+            return self
+        if self.sampling.is_truncated:
+            raise ValueError(
+                "backend 'vllm' draws from the full distribution only, since its log-probs must be those of the policy "
+                "that is trained; leave sampling.top_k, top_p and min_p at 0, 1 and 0, or use backend 'hf'"
+            )
+        if self.sampling.temperature > _VLLM_MAX_TEMPERATURE:
+            raise ValueError(
+                f"sampling.temperature={self.sampling.temperature:g} is above {_VLLM_MAX_TEMPERATURE:g}, the highest "
+                "of backend 'vllm'; lower it, or use backend 'hf'"
+            )
+        if self.sampling.batch_invariant:
+            raise ValueError(
+                "backend 'vllm' cannot be batch_invariant: its log-probs depend in the last digits on what is decoded "
+                "beside a response; switch sampling.batch_invariant off, or use backend 'hf'"
             )
         return self
 

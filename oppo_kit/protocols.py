@@ -4,8 +4,7 @@
                            ▲                                                                     ▼
                            └── load_weights(version) ── Learner.update ◄── Algorithm.prepare ◄── RolloutBatch
 
-The engine calls every method from one thread and never two at a time on one object. Only a ScorerHandle may work
-elsewhere: the engine hands it rollouts, goes on, and waits on the futures when the scores are needed.
+The engine calls from one thread, never two methods at once. Only a ScorerHandle may work elsewhere, behind futures.
 """
 
 # pyright: reportReturnType=false
@@ -59,6 +58,7 @@ class PromptSource(Protocol):
 class Generator(Protocol):
     """Samples tokens; the noise is a function of (seed, draw id, sample index, position), whatever else is live."""
 
+    # Optional: ``policy_logprobs(batch) -> Tensor``, [R, T], where those of its chunks are only near the policy's.
     def admit(self, rollouts: Sequence[Rollout]) -> None:
         """Take rollouts to decode; tokens that they already have are context and are not sampled again."""
 

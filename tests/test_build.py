@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import pytest
 import torch
 from tiny_engine import LONG_TAILED, TOKENIZER, make_engine, reward_by_length, trajectory
-from tiny_models import tiny_classifier
+from tiny_models import tiny_causal_lm, tiny_classifier
 
 from algorithms.ppo import PPO, PPOConfig
 from oppo_kit.backends.forward import response_logprobs
@@ -135,6 +136,28 @@ def test_a_kept_cache_of_carried_responses_shows_in_the_behaviour_gap() -> None:
         assert sum(report.num_deferred for report in reports) > 0
     assert gaps["recompute"] < 1e-4
     assert gaps["keep"] > 1e-3
+
+
+def test_where_a_generator_knows_the_policys_own_logprobs_a_correction_is_taken_against_them() -> None:
+    """vLLM's are only near them; whoever needs no proximal log-probs is not given them."""
+    for algorithm in (Watched(PPOConfig(num_mini_batches=1)), PPO(PPOConfig(num_mini_batches=1))):
+        with make_engine(num_steps=1, algorithm=algorithm) as engine:
+            generator: Any = engine.generator
+            generator.policy_logprobs = lambda batch: batch.behaviour_logprobs - 0.5
+            batch = engine.collect()
+            difference = batch.behaviour_logprobs - batch.proximal_logprobs
+        is_needed = isinstance(algorithm, Watched)
+        torch.testing.assert_close(difference, torch.full_like(difference, 0.5 * is_needed))
+
+
+def test_vllm_is_not_started_without_a_longest_length() -> None:
+    policy = tiny_causal_lm()
+    policy.config.max_position_embeddings = 0
+    with pytest.raises(
+        ConfigError,
+        match="LlamaForCausalLM names no longest context, and vLLM must know it.*set max_prompt_tokens",
+    ):
+        make_engine(policy=policy, backend="vllm")
 
 
 def test_truncated_sampling_is_told_and_its_kept_mass_reported(caplog) -> None:

@@ -26,6 +26,22 @@ from oppo_kit.errors import ConfigError
             "overlap.delta=9 exceeds batch_size × max_age = 8.*lower delta",
         ),
         ({"overlap": 3}, "overlap = 3: Input should be a valid dictionary"),
+        *(
+            (
+                {"backend": "vllm", "sampling": sampling},
+                "backend 'vllm' draws from the full distribution only.*top_k, top_p and min_p at 0, 1 and 0, or use",
+            )
+            for sampling in ({"top_k": 5}, {"top_p": 0.9}, {"min_p": 0.1})
+        ),
+        (
+            {"backend": "vllm", "sampling": {"batch_invariant": True}},
+            "backend 'vllm' cannot be batch_invariant: .*switch sampling.batch_invariant off, or use backend 'hf'",
+        ),
+        (
+            {"backend": "vllm", "sampling": {"temperature": 2.5}},
+            "sampling.temperature=2.5 is above 2, the highest of backend 'vllm'; lower it",
+        ),
+        ({"backend": "sglang"}, "backend = 'sglang': Input should be 'hf' or 'vllm'"),
     ],
 )
 def test_bad_settings_are_named_with_what_is_allowed(values, message) -> None:

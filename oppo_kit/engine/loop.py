@@ -152,6 +152,10 @@ class OverlapEngine:
         elif self.algorithm.needs_critic:
             with self._part("train", "learner", groups):
                 batch.values = self.learner.compute_values(batch)
+        policy_logprobs = getattr(self.generator, "policy_logprobs", None)
+        if self.algorithm.needs_proximal and policy_logprobs is not None:
+            with self._part("train", "generator", groups):
+                batch.proximal_logprobs = policy_logprobs(batch)
         self._emit("selected", draws=[group.draw_id for group in groups], version=self.version)
         with self._part("train", f"hook on_batch of {self.algorithm.name!r}", groups):
             self.algorithm.on_batch(batch)

@@ -19,6 +19,8 @@ from generator_subjects import (
     decode,
     decode_all,
     every_hf_generator,
+    every_hf_generator_and_the_fake,
+    every_hf_way_and_the_fake,
     every_way,
     every_way_and_the_fake,
     make_generator,
@@ -93,7 +95,7 @@ def test_at_a_low_temperature_the_tokens_are_those_of_greedy_generate(name: str)
     assert num_compared >= 15
 
 
-@pytest.mark.parametrize("name", ["fake", *SUBJECTS])
+@every_hf_generator_and_the_fake
 def test_neither_chunk_size_nor_order_of_admission_changes_a_token(name: str) -> None:
     expected = uninterrupted(name)
     for max_tokens, order in ((1, 1), (5, -1)):
@@ -104,7 +106,7 @@ def test_neither_chunk_size_nor_order_of_admission_changes_a_token(name: str) ->
         assert_same(rollouts, expected)
 
 
-@every_way_and_the_fake
+@every_hf_way_and_the_fake
 @pytest.mark.parametrize("is_fresh", [False, True], ids=["same generator", "fresh generator"])
 def test_an_evicted_rollout_that_comes_back_with_its_tokens_goes_on_as_if_never_gone(
     name: str, is_fresh: bool
@@ -252,7 +254,9 @@ def test_pad_and_eos_tokens_are_ordinary_in_a_prompt_and_pad_is_ordinary_in_a_re
         Rollout(RolloutKey(draw, 0), Prompt(draw, ids, 40))
         for draw, ids in enumerate(((2, 2), (0, 7, 0), (2,), (9, 0, 2), (0, 0, 0, 0), (0,)))
     ]
-    generator = SUBJECTS[name].make(policy_of(name), stop_ids=[2], temperature=3.0)
+    generator = SUBJECTS[name].make(
+        policy_of(name), stop_ids=[2], temperature=SUBJECTS[name].high_temperature
+    )
     generator.admit(rollouts)
     decode_all(generator, rollouts, 7)
     for rollout in rollouts:
@@ -260,7 +264,9 @@ def test_pad_and_eos_tokens_are_ordinary_in_a_prompt_and_pad_is_ordinary_in_a_re
         assert (rollout.token_ids[-1] == 2) == (rollout.finish_reason == "stop")
     assert any(0 in rollout.token_ids[:-1] for rollout in rollouts), "some response should hold the pad token"
     for rollout in rollouts[:3]:
-        noise_free = next_logprobs(policy_of(name), [*rollout.prompt.token_ids], 3.0)
+        noise_free = next_logprobs(
+            policy_of(name), [*rollout.prompt.token_ids], SUBJECTS[name].high_temperature
+        )
         assert rollout.behaviour_logprobs[0] == pytest.approx(
             float(noise_free[rollout.token_ids[0]]), abs=TOLERANCE
         )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
@@ -15,6 +15,8 @@ from tiny_models import VOCAB_SIZE, tiny_causal_lm
 from torch import nn
 
 from oppo_kit.backends.hf_generator import HFGenerator
+from oppo_kit.backends.vllm_engine import VLLMEngine
+from oppo_kit.backends.vllm_generator import VLLMGenerator
 from oppo_kit.ops.noise import gumbel_noise, stream_key, token_keys
 from oppo_kit.protocols import Generator
 from oppo_kit.types import Prompt, Rollout, RolloutKey, TokenChunk
@@ -33,6 +35,7 @@ class Subject:
     model: dict[str, Any] = field(default_factory=dict)
     settings: dict[str, Any] = field(default_factory=dict)
     has_lora: bool = False
+    high_temperature: float = 3.0
 
     def make_policy(self) -> nn.Module:
         """A fresh one, that a test may change."""
@@ -43,13 +46,43 @@ class Subject:
         config = LoraConfig(r=4, init_lora_weights=False, target_modules=["q_proj", "v_proj", "down_proj"])
         return get_peft_model(model, config).eval()
 
-    def make(self, policy: nn.Module, *, stop_ids: Sequence[int] = STOP_IDS, **changes: Any) -> HFGenerator:
+    def make(self, policy: nn.Module, *, stop_ids: Sequence[int] = STOP_IDS, **changes: Any) -> Any:
         """A generator of this policy."""
         settings = {"temperature": TEMPERATURE, "seed": SEED, **self.settings, **changes}
         return HFGenerator(policy, stop_token_ids=stop_ids, **settings)
 
 
-SUBJECTS = {
+@dataclass(frozen=True)
+class VLLMSubject(Subject):
+    """vLLM takes seconds to start, so that all generators of one model have one engine, one after the other."""
+
+    high_temperature: float = 2.0  # it refuses higher ones
+
+    def make(self, policy: nn.Module, *, stop_ids: Sequence[int] = STOP_IDS, **changes: Any) -> Any:
+        settings = {"temperature": TEMPERATURE, "seed": SEED, **self.settings, **changes}
+        has_prefix_cache = settings.get("carried_cache") != "keep"
+        engine = vllm_engine(self.kind, self.model, has_prefix_cache=has_prefix_cache)
+        return VLLMGenerator(policy, engine, stop_token_ids=stop_ids, **settings)
+
+
+_last_engine: list[tuple[Any, VLLMEngine]] = []  # a process has one at a time
+
+
+def vllm_engine(kind: str, model: dict[str, Any], *, has_prefix_cache: bool) -> VLLMEngine:
+    key = (kind, model, has_prefix_cache)
+    if not _last_engine or _last_engine[0][0] != key or _last_engine[0][1].is_closed:
+        engine = VLLMEngine(
+            tiny_causal_lm(kind, **model),
+            max_tokens=256,
+            max_requests=16,
+            kv_cache_gib=0.1,
+            has_prefix_cache=has_prefix_cache,
+        )
+        _last_engine[:] = [(key, engine)]
+    return _last_engine[0][1]
+
+
+HF_SUBJECTS: dict[str, Subject] = {
     "llama": Subject(),
     "llama with tied embeddings": Subject(model={"tie_word_embeddings": True}),
     "llama with eager attention": Subject(model={"attn_implementation": "eager"}),
@@ -70,7 +103,23 @@ SUBJECTS = {
     "carried cache kept": Subject(settings={"carried_cache": "keep"}),
     "prefix log-probs": Subject(settings={"has_prefix_logprobs": True}),
 }
-RECOMPUTING = sorted(set(SUBJECTS) - {"carried cache kept"})
+# The smallest heads that vLLM decodes with on a CPU.
+VLLM_HEADS = {"head_dim": 32}
+VLLM_SUBJECTS: dict[str, Subject] = {
+    "vllm": VLLMSubject(model=VLLM_HEADS),
+    "vllm with tied embeddings": VLLMSubject(model={**VLLM_HEADS, "tie_word_embeddings": True}),
+    "vllm with LoRA": VLLMSubject(model=VLLM_HEADS, has_lora=True),
+    "vllm, carried cache kept": VLLMSubject(model=VLLM_HEADS, settings={"carried_cache": "keep"}),
+}
+SUBJECTS = HF_SUBJECTS | VLLM_SUBJECTS
+
+
+def _marked(names: Iterable[str]) -> list[Any]:
+    """For parametrize; what needs vLLM is left to `make test-vllm`."""
+    return [pytest.param(name, marks=pytest.mark.vllm) if name in VLLM_SUBJECTS else name for name in names]
+
+
+RECOMPUTING = _marked(sorted(name for name in SUBJECTS if "kept" not in name))
 
 
 @cache
@@ -99,9 +148,12 @@ WAYS = [
     "carried cache kept",
     "prefix log-probs",
 ]
-every_hf_generator = pytest.mark.parametrize("name", SUBJECTS)
-every_way = pytest.mark.parametrize("name", WAYS)
-every_way_and_the_fake = pytest.mark.parametrize("name", ["fake", *WAYS])
+VLLM_WAYS = ["vllm", "vllm with LoRA", "vllm, carried cache kept"]
+every_hf_generator = pytest.mark.parametrize("name", HF_SUBJECTS)
+every_hf_generator_and_the_fake = pytest.mark.parametrize("name", ["fake", *HF_SUBJECTS])
+every_hf_way_and_the_fake = pytest.mark.parametrize("name", ["fake", *WAYS])
+every_way = pytest.mark.parametrize("name", _marked([*WAYS, *VLLM_WAYS]))
+every_way_and_the_fake = pytest.mark.parametrize("name", _marked(["fake", *WAYS, *VLLM_WAYS]))
 
 
 def make_rollout(draw_id: int, num_prompt_tokens: int, limit: int = 12, sample_index: int = 0) -> Rollout:

@@ -28,6 +28,8 @@ def make_engine(
     algorithm=None,
     reward_tokenizer=None,
     reward_input: str = "auto",
+    policy=None,
+    backend: str = "hf",
     **overlap,
 ):
     config = TrainConfig(
@@ -39,13 +41,14 @@ def make_engine(
         learner={"learning_rate": 1e-3},
         actor_lora={"r": 4} if lora else None,
         reward_input=reward_input,
+        backend=backend,
     )
     prompts = PromptDataset(
         [{"prompt": word} for word in WORDS], TOKENIZER, prompt_column="prompt", max_new_tokens=12, seed=0
     )
     return build_engine(
         config,
-        policy=tiny_causal_lm(),
+        policy=policy or tiny_causal_lm(),
         tokenizer=TOKENIZER,
         prompts=prompts,
         reward=tiny_classifier() if reward is None else reward,
