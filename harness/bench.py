@@ -32,6 +32,7 @@ from harness.schema import Environment, Evaluation, Result, Run, Runner, Workloa
 from harness.statistics import fill_derived
 from harness.workloads.loading import Workload as LoadedWorkload
 from harness.workloads.loading import load_workload
+from oppo_kit.backends.vllm_engine import require_vllm
 from oppo_kit.config import TrainConfig
 from oppo_kit.errors import ConfigError, UnknownNameError
 from oppo_kit.registry import create_algorithm
@@ -71,17 +72,17 @@ def parse_placement(name: str) -> Placement:
     return "split" if name == "split" else "shared"
 
 
-def runner_names(text: str | None, placement: str, algo: str = "ppo") -> list[str]:
+def runner_names(text: str | None, placement: str, algo: str = "ppo", backend: str = "hf") -> list[str]:
     """Comma-separated names, ``ladder`` for TRL and all rungs that the placement has, None for its default.
 
-    Where nobody named it, ``trl`` is left out for an algorithm that TRL has not.
+    Where nobody named it, ``trl`` is left out for an algorithm that TRL has not, and beside another backend than hf.
     """
     if text not in (None, LADDER):
         return text.split(",")
     names = DEFAULT_RUNNERS[parse_placement(placement)]
     if text == LADDER:
         names = ("trl", *RUNGS) if placement == "shared" else tuple(RUNGS)
-    return [name for name in names if name != "trl" or can_run(name, algo)]
+    return [name for name in names if name != "trl" or (can_run(name, algo) and backend == "hf")]
 
 
 @dataclass(frozen=True)
@@ -151,6 +152,8 @@ def _check_plan(plan: BenchPlan) -> None:
     if not plan.runners:
         raise ConfigError(f"no runner was named; choose from {', '.join(RUNNERS)}")
     _check_stock_runners(plan)
+    if plan.train.backend == "vllm":
+        require_vllm()
     overcommitted = [name for name in plan.runners if name in (OVERLAP, "overcommit", "both")]
     if overcommitted and plan.train.overlap.delta == 0:
         raise ConfigError(
@@ -174,6 +177,11 @@ def _check_stock_runners(plan: BenchPlan) -> None:
     for name in plan.runners:
         if name in RUNGS:
             continue
+        if plan.train.backend != "hf":
+            raise ConfigError(
+                f"runner {name!r} is TRL's, which generates by transformers, and backend is {plan.train.backend!r}; "
+                "leave it out, or use backend 'hf'"
+            )
         if plan.fault is not None:
             raise ConfigError(f"runner {name!r} is TRL's, and a fault is put into ours; leave it out")
         if plan.placement == "split":
@@ -208,6 +216,7 @@ def _describe_workload(plan: BenchPlan, loaded: LoadedWorkload) -> Workload:
         model=train.model,
         reward=train.reward or str(loaded.task.default_reward),
         critic=_critic_of(train, loaded) if algorithm.needs_critic else None,
+        backend=train.backend,
         placement=plan.placement,
         batch_size=train.batch_size,
         group_size=algorithm.group_size,

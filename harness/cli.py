@@ -33,6 +33,7 @@ Task = Annotated[
     str | None, typer.Option(help="tiny, reviews, free_form, math or code; default: the model's")
 ]
 Dataset = Annotated[str | None, typer.Option(help="hub id, JSONL or parquet file with prompts of your own")]
+Backend = Annotated[str | None, typer.Option(help="what samples: hf, or vllm (only with our runners)")]
 PromptColumn = Annotated[str | None, typer.Option(help="column of the prompt: text or messages")]
 Reward = Annotated[str | None, typer.Option(help="reward model (alias, hub id, folder) or module:function")]
 ActorLora = Annotated[bool, typer.Option("--actor-lora", help="train LoRA adapters instead of all weights")]
@@ -58,6 +59,7 @@ def bench(
     dataset: Dataset = None,
     prompt_column: PromptColumn = None,
     reward: Reward = None,
+    backend: Backend = None,
     actor_lora: ActorLora = False,
     batch_size: BatchSize = None,
     steps: Steps = None,
@@ -111,12 +113,14 @@ def bench(
     from harness.settings import load_train_config
     from harness.terminal import summary_table
 
-    options = _options(algo, model, task, dataset, prompt_column, reward, actor_lora, batch_size, steps, seed)
+    options = _options(
+        algo, model, task, dataset, prompt_column, reward, backend, actor_lora, batch_size, steps, seed
+    )
     overrides = list(sets or [])
     if quick:
         overrides = [*_QUICK_SETTINGS, f"num_steps={steps or _QUICK_STEPS}", *overrides]
     train = load_train_config(config, options=options, overrides=overrides)
-    names = runner_names(runners, placement, train.algo)
+    names = runner_names(runners, placement, train.algo, train.backend)
     if dry_run:
         from harness.dry_run.command import run_dry
 
@@ -160,6 +164,7 @@ def train(
     dataset: Dataset = None,
     prompt_column: PromptColumn = None,
     reward: Reward = None,
+    backend: Backend = None,
     actor_lora: ActorLora = False,
     batch_size: BatchSize = None,
     steps: Steps = None,
@@ -177,7 +182,9 @@ def train(
     from harness.training import CONFIG_NAME, run_training
     from oppo_kit.checkpoint import CHECKPOINT_NAME
 
-    options = _options(algo, model, task, dataset, prompt_column, reward, actor_lora, batch_size, steps, seed)
+    options = _options(
+        algo, model, task, dataset, prompt_column, reward, backend, actor_lora, batch_size, steps, seed
+    )
     if resume and out is not None and config is None and (out / CONFIG_NAME).exists():
         config = out / CONFIG_NAME
     settings = load_train_config(config, options=options, overrides=sets or [])
@@ -288,6 +295,7 @@ def _options(
     dataset: str | None,
     prompt_column: str | None,
     reward: str | None,
+    backend: str | None,
     actor_lora: bool,
     batch_size: int | None,
     steps: int | None,
@@ -301,6 +309,7 @@ def _options(
         "dataset": dataset,
         "prompt_column": prompt_column,
         "reward": reward,
+        "backend": backend,
         "actor_lora": {} if actor_lora else None,
         "batch_size": batch_size,
         "num_steps": steps,

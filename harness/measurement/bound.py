@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 from pydantic import BaseModel
 
@@ -68,6 +69,7 @@ def measure_costs(spec: RunSpec) -> StageCosts:
     from harness.runners.oppo import make_engine
     from harness.workloads.loading import load_workload
     from oppo_kit.backends.hf_generator import HFGenerator
+    from oppo_kit.backends.vllm_generator import VLLMGenerator
     from oppo_kit.config import OverlapConfig
     from oppo_kit.telemetry.clock import MonotonicClock
     from oppo_kit.types import Rollout, RolloutKey
@@ -104,10 +106,18 @@ def measure_costs(spec: RunSpec) -> StageCosts:
 
         train_s = fastest_s(train_once)
         # No stop token: every row stays, so each window decodes exactly rows × tokens.
-        generator = HFGenerator(
-            engine.learner.policy, temperature=train.sampling.temperature, stop_token_ids=(), seed=spec.seed
-        )
+        settings: Any = {
+            "temperature": train.sampling.temperature,
+            "stop_token_ids": (),
+            "seed": spec.seed,
+        }
         num_rows = (train.batch_size + spec.train.overlap.delta) * engine.algorithm.group_size
+        if isinstance(engine.generator, VLLMGenerator):
+            vllm = engine.generator.engine
+            generator = VLLMGenerator(engine.learner.policy, vllm, **settings)
+            num_rows = min(num_rows, vllm.max_requests)
+        else:
+            generator = HFGenerator(engine.learner.policy, **settings)
         prompts = [workload.prompts.draw(draw_id) for draw_id in range(num_rows)]
         generator.admit([Rollout(RolloutKey(prompt.draw_id, 0), prompt) for prompt in prompts])
         generator.decode(2)

@@ -18,7 +18,8 @@ from harness.runners.base import RunSpec
 from harness.runners.oppo import RUNGS, overlap_of
 from harness.schema import load_result
 from harness.settings import load_train_config
-from oppo_kit.errors import ConfigError, PartFailedError, UnknownNameError
+from oppo_kit.backends import vllm_engine
+from oppo_kit.errors import ConfigError, MissingExtraError, PartFailedError, UnknownNameError
 
 
 def make_plan(folder: Path, **changes) -> bench.BenchPlan:
@@ -229,6 +230,35 @@ def test_trl_is_left_out_by_itself_and_refused_by_name_where_it_has_no_trainer(t
     with pytest.raises(ConfigError, match="runner 'trl': TRL has no such trainer of algorithm 'reinforce'"):
         bench.run_bench(make_plan(tmp_path, train=train, runners=["trl"]), Console(quiet=True))
     assert recorded == []
+
+
+def test_trl_is_left_out_and_refused_beside_vllm_which_is_ours_alone(tmp_path, recorded) -> None:
+    assert bench.runner_names(None, "shared", "ppo", "vllm") == ["sequential", "both"]
+    assert bench.runner_names("ladder", "shared", "ppo", "vllm") == list(RUNGS)
+    train = load_train_config(options={"backend": "vllm"}, overrides=["num_steps=4"])
+    with pytest.raises(
+        ConfigError,
+        match="runner 'trl' is TRL's, which generates by transformers, and backend is 'vllm'; leave it out",
+    ):
+        bench.run_bench(make_plan(tmp_path, train=train, runners=["trl", "both"]), Console(quiet=True))
+    assert recorded == []
+
+
+def test_vllm_is_missed_before_anything_is_run(tmp_path, recorded, monkeypatch) -> None:
+    monkeypatch.setattr(vllm_engine, "find_spec", lambda name: None)
+    train = load_train_config(options={"backend": "vllm"}, overrides=["num_steps=4"])
+    with pytest.raises(
+        MissingExtraError, match=r"vllm is not installed; install it with: pip install 'oppo-kit\[vllm\]'"
+    ):
+        bench.run_bench(make_plan(tmp_path, train=train), Console(quiet=True))
+    assert recorded == []
+
+
+def test_a_result_names_its_backend(tmp_path, recorded, monkeypatch) -> None:
+    monkeypatch.setattr(vllm_engine, "find_spec", lambda name: name)
+    train = load_train_config(options={"backend": "vllm"}, overrides=["num_steps=4", "batch_size=4"])
+    result = bench.run_bench(make_plan(tmp_path, train=train, num_pairs=1), Console(quiet=True))
+    assert result.workload.backend == "vllm"
 
 
 @pytest.mark.parametrize(

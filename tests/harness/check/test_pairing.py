@@ -145,7 +145,9 @@ def test_what_only_concerns_speed_may_differ() -> None:
     run.workload.num_warmup_steps = 5
     run.workload.placement = "split"
     run.workload.backend = "vllm"
-    with_config(run, overlap={"delta": 16, "schedule": "oppo"}, seed=4)
+    with_config(
+        run, overlap={"delta": 16, "schedule": "oppo"}, seed=4, backend="vllm", vllm={"kv_cache_gib": 9.0}
+    )
     with_config(reference, overlap={"delta": 0}, seed=0)
     assert pair_results(run, reference).seeds == (0, 1)
 
