@@ -19,15 +19,12 @@ from oppo_kit.errors import OppoError, StateError
 
 BEGIN = "<!-- results:begin -->"
 END = "<!-- results:end -->"
+RATIOS = ("trl/sequential", "sequential/overcommit", "sequential/both", "trl/both", "trl/trl_overlap")
 HEADER = (
     "Result",
     "Work",
     "Machine",
-    "trl/sequential",
-    "sequential/overcommit",
-    "sequential/both",
-    "trl/both",
-    "trl/trl_overlap",
+    *RATIOS,
     "Final accuracy (points), else score, last rung less baseline",
     "Time to reward",
 )
@@ -41,7 +38,7 @@ NOTE = (
 
 
 def render_table(results_dir: Path) -> str:
-    """A Markdown table of every ``results_dir``/*/result.json that is no smoke run and has no fault, by folder name.
+    """A Markdown table of every ``results_dir``/*/result.json with one of ``RATIOS``, no smoke run and without fault.
 
     Raises:
         StateError: a results file does not fit.
@@ -51,7 +48,7 @@ def render_table(results_dir: Path) -> str:
     rows = [
         _row(result, f"{results_dir.name}/{file.parent.name}")
         for file, result in loaded
-        if not result.is_quick and result.workload.fault is None
+        if not result.is_quick and result.workload.fault is None and set(RATIOS) & set(result.ratios)
     ]
     return f"{markdown_table(HEADER, rows)}\n\n{NOTE}" if rows else NO_RESULTS
 
@@ -105,11 +102,12 @@ def _row(result: Result, folder: str) -> list[str]:
         "" if work.placement == "shared" else f", placement {work.placement} (no speed-up over a normal loop)"
     )
     size = f"B = {work.batch_size}" + (f" × {work.group_size}" if work.group_size > 1 else "")
+    backend = "" if work.backend == "hf" else f", backend {work.backend}"
     return [
         f"[{result.name}]({folder}/report.md)",
-        f"{work.algorithm}, {work.model}, {size}, {work.num_steps} steps{placement}",
+        f"{work.algorithm}, {work.model}, {size}, {work.num_steps} steps{backend}{placement}",
         _machine(result),
-        *(_ratio(result.ratios.get(name)) for name in HEADER[3:8]),
+        *(_ratio(result.ratios.get(name)) for name in RATIOS),
         _difference(result),
         _times(result),
     ]

@@ -78,13 +78,12 @@ class Estimate:
 
 def estimate_step(train: TrainConfig, models: Models, work: Work, layout: Layout, card: Card) -> Estimate:
     """One step on these cards; the mean over many, with lengths as ``harness.dry_run.work`` takes them to be."""
-    backend = getattr(train, "backend", "hf")
     rate = card.flops(train.dtype) * COMPUTE_FRAC
     plain = mean_step(work, 0)
     overcommitted = mean_step(work, work.delta)
 
     def generate_s(tokens: StepTokens) -> tuple[float, Limit]:
-        tick_s, limit = _tick_s(train, models, tokens, layout, card, backend)
+        tick_s, limit = _tick_s(train, models, tokens, layout, card)
         prefill_s = 2 * models.policy.num_parameters * tokens.num_prefilled / layout.num_training / rate
         return tokens.num_ticks * tick_s + prefill_s, limit
 
@@ -109,12 +108,12 @@ def estimate_step(train: TrainConfig, models: Models, work: Work, layout: Layout
         both=StepEstimate(generated_s, waited_s, train_s(overcommitted)),
         decode_limit=decode_limit,
         bottleneck=_bottleneck(sequential, decode_limit),
-        assumptions=_assumptions(train, work, layout, plain, backend),
+        assumptions=_assumptions(train, work, layout, plain),
     )
 
 
 def _tick_s(
-    train: TrainConfig, models: Models, tokens: StepTokens, layout: Layout, card: Card, backend: str
+    train: TrainConfig, models: Models, tokens: StepTokens, layout: Layout, card: Card
 ) -> tuple[float, Limit]:
     """Seconds of one token of every row, and what they go to."""
     policy = models.policy
@@ -125,7 +124,7 @@ def _tick_s(
     rows = tokens.num_decoded / tokens.num_ticks / num_devices
     launches = policy.shape.num_layers * _num_launches_per_layer(train)
     seconds: dict[Limit, float] = {
-        "launches": launches * LAUNCH_S_PER_LAYER if backend == "hf" else 0.0,
+        "launches": launches * LAUNCH_S_PER_LAYER if train.backend == "hf" else 0.0,
         "bandwidth": read_bytes / (card.bandwidth_bytes_per_s * BANDWIDTH_FRAC),
         "arithmetic": 2 * policy.num_parameters * rows / (card.flops(train.dtype) * COMPUTE_FRAC),
     }
@@ -148,9 +147,7 @@ def _bottleneck(step: StepEstimate, decode_limit: Limit) -> str:
     return max(stages, key=lambda name: stages[name])
 
 
-def _assumptions(
-    train: TrainConfig, work: Work, layout: Layout, plain: StepTokens, backend: str
-) -> tuple[str, ...]:
+def _assumptions(train: TrainConfig, work: Work, layout: Layout, plain: StepTokens) -> tuple[str, ...]:
     mean_tokens = plain.num_decoded / (work.batch_size * work.group_size)
     sentences = [
         f"responses: log-normal, median {work.response_tokens * MEDIAN_FRAC:.0f} tokens, mean {mean_tokens:.0f}, "
@@ -158,7 +155,7 @@ def _assumptions(
         f"{100 * BANDWIDTH_FRAC:.0f} % of the card's bandwidth in decoding, {100 * COMPUTE_FRAC:.0f} % of its dense "
         f"{train.dtype} peak in all else",
     ]
-    if backend == "hf":
+    if train.backend == "hf":
         launches_ms = 1e3 * LAUNCH_S_PER_LAYER * _num_launches_per_layer(train)
         sentences.append(f"backend hf: the host starts the kernels of a layer in {launches_ms:g} ms")
     if layout.num_training > 1:

@@ -142,17 +142,35 @@ def _learner_parts(models: Models, num_devices: int) -> list[Part]:
 def _generator_parts(
     train: TrainConfig, policy: CountedModel, work: Work, num_devices: int, hardware: Hardware
 ) -> list[Part]:
-    is_packed = hardware.kind == "cpu" and train.dtype == "float32"
+    is_vllm = train.backend == "vllm"
+    is_packed = hardware.kind == "cpu" and train.dtype == "float32" and not is_vllm
     copies = 2 if is_packed else 1
     text = f"{format_size(policy.num_bytes)}, not sharded"
     if is_packed:
         text = f"2 × {format_size(policy.num_bytes)}: as they are, and packed for the CPU"
     rows = -(-work.num_held_rows // num_devices)
-    num_bytes = cache_bytes(policy.shape, _WIDTH[train.dtype], rows, work.row_tokens)
-    return [
-        Part("generator's weights", copies * policy.num_bytes, text),
-        Part("generator's KV cache", num_bytes, _cache_text(rows, work)),
-    ]
+    cache = (
+        _vllm_cache(train, policy.shape, rows, work)
+        if is_vllm
+        else Part(
+            "generator's KV cache",
+            cache_bytes(policy.shape, _WIDTH[train.dtype], rows, work.row_tokens),
+            _cache_text(rows, work),
+        )
+    )
+    return [Part("generator's weights", copies * policy.num_bytes, text), cache]
+
+
+def _vllm_cache(train: TrainConfig, shape: Shape, rows: int, work: Work) -> Part:
+    """The pool that vLLM sets aside, and what all rows would take of it."""
+    row_bytes = 2 * shape.num_layers * shape.key_value * _WIDTH[train.dtype] * work.row_tokens
+    num_bytes = int(train.vllm.kv_cache_gib * 2**30)
+    text = f"vllm.kv_cache_gib, set aside; {rows} rows × {work.row_tokens} tokens take {format_size(rows * row_bytes)}"
+    if row_bytes > num_bytes:
+        text += "; too small for one"
+    elif rows * row_bytes > num_bytes:
+        text += "; some would wait"
+    return Part("generator's KV cache", num_bytes, text)
 
 
 def _scorer_parts(train: TrainConfig, models: Models, work: Work, layout: Layout) -> list[Part]:

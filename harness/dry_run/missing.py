@@ -180,7 +180,7 @@ def _packages(plan: Plan, runners: Sequence[str]) -> list[Finding]:
     if any(name.startswith("trl") for name in runners) and find_spec("trl") is None:
         remedy = "pip install 'oppo-kit[baseline]', or --runners sequential,both"
         findings.append(Finding("package trl, for the runner trl", remedy))
-    if getattr(plan.train, "backend", "hf") == "vllm" and find_spec("vllm") is None:
+    if plan.train.backend == "vllm" and find_spec("vllm") is None:
         findings.append(
             Finding("package vllm, for backend vllm", "pip install 'oppo-kit[vllm]', or backend=hf")
         )

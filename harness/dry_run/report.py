@@ -99,7 +99,6 @@ def _count(model: CountedModel) -> str:
 def _settings(plan: Plan) -> Table:
     train, work = plan.train, plan.work
     table = _table("run", "what", "planned")
-    backend = getattr(train, "backend", "hf")
     _add_row(table, "placement", plan.layout.sentence)
     if plan.layout.num_training > 1:
         _add_row(table, "", "a plan: this version trains in one process, see below")
@@ -110,7 +109,7 @@ def _settings(plan: Plan) -> Table:
     bounded = "at most" if train.max_prompt_tokens else "without max_prompt_tokens taken to be"
     _add_row(table, "prompt", f"{bounded} {work.prompt_tokens} tokens")
     _add_row(table, "response", f"at most {work.response_tokens} tokens")
-    _add_row(table, "generator", f"backend {backend}, {train.dtype}")
+    _add_row(table, "generator", f"backend {train.backend}, {train.dtype}")
     adapter = "all weights" if train.actor_lora is None else f"a LoRA adapter of rank {train.actor_lora.r}"
     passes = f"passes per batch: {work.num_epochs}, mini-batches: {work.num_mini_batches}"
     _add_row(table, "training", f"{adapter}, {train.dtype}, {passes}")

@@ -74,6 +74,20 @@ def test_the_responses_of_a_group_are_said(results: Path) -> None:
     assert "| grpo, tiny, B = 4 × 8, 12 steps |" in render_table(results)
 
 
+def test_another_backend_is_said(results: Path) -> None:
+    ladder = make_ladder()
+    ladder.workload.backend = "vllm"
+    _commit(results, "a", ladder)
+    assert "| ppo, tiny, B = 4, 12 steps, backend vllm |" in render_table(results)
+
+
+def test_a_result_without_any_of_the_ratios_has_no_row(results: Path) -> None:
+    ladder = make_ladder()
+    ladder.runners = {"trl": ladder.runners["trl"]}
+    _commit(results, "a", ladder)
+    assert render_table(results) == NO_RESULTS
+
+
 def test_split_placement_and_uncommitted_changes_are_said(results: Path) -> None:
     ladder = make_ladder()
     ladder.workload.placement = "split"

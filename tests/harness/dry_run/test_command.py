@@ -101,6 +101,19 @@ def test_the_backend_is_named(bench) -> None:
     assert "backend hf, float32" in bench("--gpus 1xH200 --dry-run")[1]
 
 
+def test_vllm_is_planned_with_its_pool_and_without_trl(bench, monkeypatch) -> None:
+    monkeypatch.setattr(
+        "harness.dry_run.missing.find_spec", lambda name: None if name == "vllm" else object()
+    )
+    code, text = bench("--backend vllm --set vllm.kv_cache_gib=3 --gpus 1xH200 --dry-run")
+    assert code == 0
+    assert "backend vllm, float32" in text
+    assert "vllm.kv_cache_gib, set aside" in text
+    assert "3.0 GiB" in text
+    assert "package vllm, for backend vllm" in text
+    assert "trl" not in text
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -102,6 +103,24 @@ def test_float32_on_a_cpu_packs_the_generator_s_weights() -> None:
     assert {part.name: part.num_bytes for part in device.parts}["generator's weights"] == 2000
     assert device.excess_bytes == 0
     assert device.usable_bytes == int(0.9 * GIB)
+
+
+@pytest.mark.parametrize(
+    ("kv_cache_gib", "end"),
+    # 12 rows of 64 tokens, 64 bytes a token: 48 KiB in all, 4 KiB a row.
+    [(1.0, ""), (8 / 2**20, "; some would wait"), (2 / 2**20, "; too small for one")],
+)
+def test_vllm_sets_its_cache_aside_and_packs_no_second_copy(kv_cache_gib: float, end: str) -> None:
+    train = TrainConfig.model_validate(
+        {"batch_size": 8, "overlap": {"delta": 4}, "backend": "vllm", "vllm": {"kv_cache_gib": kv_cache_gib}}
+    )
+    cpu = Hardware("this machine's CPU", "cpu", 1, GIB, None)
+    [device] = plan_memory(train, MODELS, WORK, Layout(1, None, ("CPU",)), cpu)
+    parts = {part.name: part for part in device.parts}
+    assert parts["generator's weights"].num_bytes == 1000
+    assert parts["generator's KV cache"].num_bytes == int(kv_cache_gib * 2**30)
+    formula = parts["generator's KV cache"].formula
+    assert re.search(r"12 rows × 64 tokens take [\d.]+ [KMG]iB(.*)$", formula)[1] == end
 
 
 def test_functions_and_no_critic_leave_their_parts_out() -> None:
