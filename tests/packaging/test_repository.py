@@ -201,19 +201,24 @@ def test_ci_names_only_files_that_exist() -> None:
 
 
 @pytest.mark.skipif(shutil.which("git") is None, reason="git is not installed")
-def test_ci_tests_vllm_where_the_last_commit_changed_it_or_nobody_can_tell(tmp_path: Path) -> None:
+def test_ci_tests_vllm_where_a_branch_or_the_last_commit_changed_it_or_nobody_can_tell(
+    tmp_path: Path,
+) -> None:
+    folder = tmp_path / "first"
+    folder.mkdir()
+
     def git(*arguments: str) -> None:
         identity = ("-c", "user.name=somebody", "-c", "user.email=somebody@example.org")
-        subprocess.run(["git", *identity, *arguments], cwd=tmp_path, check=True, capture_output=True)
+        subprocess.run(["git", *identity, *arguments], cwd=folder, check=True, capture_output=True)
 
     def commit(name: str, text: str) -> bool:
-        file = tmp_path / name
+        file = folder / name
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(text)
         git("add", ".")
         git("commit", "-m", name)
         script = f"set -euo pipefail\n{decision_of_ci()}\nif has_vllm_changed; then exit 7; fi"
-        done = subprocess.run(["bash", "-c", script], cwd=tmp_path, check=False)
+        done = subprocess.run(["bash", "-c", script], cwd=folder, check=False)
         assert done.returncode in (0, 7)
         return done.returncode == 7
 
@@ -223,3 +228,8 @@ def test_ci_tests_vllm_where_the_last_commit_changed_it_or_nobody_can_tell(tmp_p
     assert commit("oppo_kit/backends/vllm_engine.py", "one")
     assert not commit("README.md", "three")
     assert commit("tests/contract/test_anything.py", "one")
+    git("clone", str(folder), str(tmp_path / "clone"))
+    folder = tmp_path / "clone"
+    assert not commit("README.md", "four"), "a branch of its own, compared with the one that it left"
+    assert commit("constraints-vllm.txt", "one")
+    assert commit("README.md", "five"), "the branch still changes it"
