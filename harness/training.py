@@ -66,6 +66,8 @@ def run_training(
     with make_engine(train, workload, accelerator=accelerator) as engine, locked(folder):
         if is_resumed:
             load_checkpoint(folder, engine)
+            if engine.num_steps_done == engine.num_steps:
+                console.print(_finished(engine, folder), markup=False, highlight=False)
         trackers = open_trackers(accelerator, report_to, "oppo_kit", train.model_dump(mode="json"))
         # Written last: a start that failed must not occupy the folder.
         write_atomically(folder / CONFIG_NAME, yaml.safe_dump(train.model_dump(mode="json"), sort_keys=False))
@@ -118,6 +120,13 @@ def _train(
     return reports
 
 
+def _finished(engine: OverlapEngine, folder: Path) -> str:
+    return (
+        f"all {engine.num_steps} steps of this run were done already; start a longer one from its model with: "
+        f"oppo-kit train --model {folder / 'model'}"
+    )
+
+
 def _farewell(engine: OverlapEngine, folder: Path) -> str:
     done = f"interrupted after step {engine.num_steps_done} of {engine.num_steps}"
     if (folder / CHECKPOINT_NAME).exists():
@@ -157,11 +166,15 @@ def _check_folder(folder: Path, train: TrainConfig, is_resumed: bool) -> None:
         raise StateError(f"{folder} holds a run already; pass --resume to go on, or another --out")
     saved = _read_config(folder / CONFIG_NAME)
     settings = _flat(train.model_dump(mode="json"))
-    different = sorted(key for key in settings | saved if settings.get(key) != saved.get(key))
+    # A setting that came with an update is as it would be if nobody set it.
+    defaults = _flat(TrainConfig().model_dump(mode="json"))
+    values = {
+        key: (saved.get(key, defaults.get(key)), settings.get(key, defaults.get(key)))
+        for key in sorted(settings | saved)
+    }
+    different = [key for key, (before, now) in values.items() if before != now]
     if different:
-        details = "; ".join(
-            f"{key}: saved {saved.get(key)!r}, now {settings.get(key)!r}" for key in different
-        )
+        details = "; ".join(f"{key}: saved {values[key][0]!r}, now {values[key][1]!r}" for key in different)
         raise StateError(
             f"the run in {folder} has another configuration ({details}); resume with the saved one"
             + (

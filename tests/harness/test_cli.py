@@ -137,8 +137,15 @@ def test_train_saves_a_model_resumes_and_refuses_to_mix_runs(oppo_kit, tmp_path)
         in refused(other)
     )
     assert json.loads((out / "steps.jsonl").read_text().splitlines()[0])["oppo/score_at"] == "batch"
+    config = yaml.safe_load((out / "config.yaml").read_text())
+    del config["backend"], config["vllm"]
+    (out / "config.yaml").write_text(yaml.safe_dump(config))
     again = oppo_kit("train", "--out", str(out), "--resume")
     assert again.returncode == 0, again.stderr
+    said = " ".join(again.stdout.split())
+    assert (
+        "all 3 steps of this run were done already; start a longer one from its model with: oppo-kit" in said
+    )
 
 
 def test_a_start_that_failed_leaves_its_folder_free(oppo_kit, tmp_path) -> None:

@@ -126,6 +126,15 @@ def test_labels_tell_the_sides_apart() -> None:
 # --- the same work
 
 
+def test_of_many_differences_six_are_named_and_the_others_counted() -> None:
+    run, reference = make_two()
+    for name in SAME_WORK:
+        setattr(run.workload, name, "this")
+    with pytest.raises(StateError, match=f"; and {len(SAME_WORK) - 6} more; run both") as error:
+        pair_results(run, reference)
+    assert str(error.value).count(" in the run, ") == 6
+
+
 @pytest.mark.parametrize("name", SAME_WORK)
 def test_every_part_of_the_workload_must_be_the_same(name: str) -> None:
     run, reference = make_two()
