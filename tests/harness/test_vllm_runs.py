@@ -19,7 +19,8 @@ from oppo_kit.engine.loop import OverlapEngine
 from oppo_kit.installation import main
 from oppo_kit.types import StepReport
 
-pytestmark = pytest.mark.vllm
+# vLLM takes up to a minute to start, and a benchmark starts it three times.
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 
 SMALL = [
     *("num_steps=4", "batch_size=8", "sampling.response_length=64", "vllm.kv_cache_gib=0.1"),
