@@ -121,7 +121,9 @@ def test_bench_measures_our_runners_on_vllm(
         str(tmp_path / "run"),
     ]
     monkeypatch.setattr(sys, "argv", ["oppo-kit", *arguments])
-    main()
+    with pytest.raises(SystemExit) as end:
+        main()
+    assert not end.value.code
     assert "sequential" in capsys.readouterr().out
     result = load_result(tmp_path / "run")
     assert result.workload.backend == "vllm"
