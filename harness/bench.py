@@ -112,6 +112,7 @@ def run_bench(plan: BenchPlan, console: Console) -> Result:
         ConfigError: a runner that is unknown or cannot do this workload.
         PartFailedError: a run failed; what was measured before is kept.
     """
+    check_runners(plan)
     _check_plan(plan)
     environment = describe_environment()
     loaded = load_workload(plan.train, num_eval_problems=plan.num_eval_problems)
@@ -143,7 +144,13 @@ def run_bench(plan: BenchPlan, console: Console) -> Result:
     return result
 
 
-def _check_plan(plan: BenchPlan) -> None:
+def check_runners(plan: BenchPlan) -> None:
+    """Whether there are such runners, and whether they can do this work; needs none of it.
+
+    Raises:
+        ConfigError: none was named, or one that cannot.
+        UnknownNameError: a runner or a fault that does not exist.
+    """
     for name in plan.runners:
         if name not in RUNNERS:
             raise UnknownNameError("runner", name, RUNNERS)
@@ -152,6 +159,9 @@ def _check_plan(plan: BenchPlan) -> None:
     if not plan.runners:
         raise ConfigError(f"no runner was named; choose from {', '.join(RUNNERS)}")
     _check_stock_runners(plan)
+
+
+def _check_plan(plan: BenchPlan) -> None:
     if plan.train.backend == "vllm":
         require_vllm()
     overcommitted = [name for name in plan.runners if name in (OVERLAP, "overcommit", "both")]

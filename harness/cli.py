@@ -44,6 +44,42 @@ Sets = Annotated[
     list[str] | None, typer.Option("--set", help="any setting, for example overlap.delta=8; repeatable")
 ]
 Out = Annotated[Path | None, typer.Option(help="folder for the results; default: a new one below runs/")]
+# Of ``bench`` alone.
+Runners = Annotated[
+    str | None,
+    typer.Option(
+        help="comma-separated, or ladder: trl, sequential, sample, chunk, chunk_auto, overcommit, both; also "
+        "trl_continuous (grpo, rloo) and trl_overlap (grpo, rloo, online_dpo); default trl,sequential,both"
+    ),
+]
+PlacementName = Annotated[
+    str, typer.Option(help="shared: every stage may use all cores; split: actor and scorers have one each")
+]
+Pairs = Annotated[
+    int, typer.Option(min=1, help="repetitions, each with its own seed; 3 or more to be quoted")
+]
+Evaluations = Annotated[int, typer.Option(min=1, help="evaluations during a run, besides the first")]
+EvalProblems = Annotated[int, typer.Option(min=1, help="size of the fixed held-out set")]
+Warmup = Annotated[int, typer.Option(min=0, help="first steps that no ratio counts")]
+Threads = Annotated[
+    int | None, typer.Option(min=1, help="thread count for all; default: the fastest of each")
+]
+CalibrationSteps = Annotated[
+    int, typer.Option(min=2, help="steps per thread count that is tried, the first one not counted")
+]
+Fault = Annotated[
+    str | None,
+    typer.Option(
+        help="put one into our runners, to see whether check finds it: flipped_advantages, shifted_logprobs"
+    ),
+]
+Quick = Annotated[bool, typer.Option("--quick", help="a smoke run in under 90 s; never quote its figures")]
+DryRun = Annotated[
+    bool, typer.Option("--dry-run", help="only say what it would hold, cost and lack; load nothing")
+]
+Gpus = Annotated[
+    str | None, typer.Option(help="with --dry-run: hardware such as 8xH200; default: what is here")
+]
 
 # A smoke run: every stage, every file; with the three default runners in under 90 seconds on two cores.
 _QUICK_STEPS = 3
@@ -65,49 +101,22 @@ def bench(
     steps: Steps = None,
     seed: Seed = None,
     sets: Sets = None,
-    runners: Annotated[
-        str | None,
-        typer.Option(
-            help="comma-separated, or ladder: trl, sequential, sample, chunk, chunk_auto, overcommit, both; also "
-            "trl_continuous (grpo, rloo) and trl_overlap (grpo, rloo, online_dpo); default trl,sequential,both"
-        ),
-    ] = None,
-    placement: Annotated[
-        str,
-        typer.Option(help="shared: every stage may use all cores; split: actor and scorers have one each"),
-    ] = "shared",
-    pairs: Annotated[
-        int, typer.Option(min=1, help="repetitions, each with its own seed; 3 or more to be quoted")
-    ] = 3,
-    evaluations: Annotated[int, typer.Option(min=1, help="evaluations during a run, besides the first")] = 2,
-    eval_problems: Annotated[int, typer.Option(min=1, help="size of the fixed held-out set")] = 512,
-    warmup: Annotated[int, typer.Option(min=0, help="first steps that no ratio counts")] = 2,
-    threads: Annotated[
-        int | None, typer.Option(min=1, help="thread count for all; default: the fastest of each")
-    ] = None,
-    calibration_steps: Annotated[
-        int, typer.Option(min=2, help="steps per thread count that is tried, the first one not counted")
-    ] = 3,
-    fault: Annotated[
-        str | None,
-        typer.Option(
-            help="put one into our runners, to see whether check finds it: flipped_advantages, "
-            "shifted_logprobs"
-        ),
-    ] = None,
-    quick: Annotated[
-        bool, typer.Option("--quick", help="a smoke run in under 90 s; never quote its figures")
-    ] = False,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="only say what it would hold, cost and lack; load nothing")
-    ] = False,
-    gpus: Annotated[
-        str | None, typer.Option(help="with --dry-run: hardware such as 8xH200; default: what is here")
-    ] = None,
+    runners: Runners = None,
+    placement: PlacementName = "shared",
+    pairs: Pairs = 3,
+    evaluations: Evaluations = 2,
+    eval_problems: EvalProblems = 512,
+    warmup: Warmup = 2,
+    threads: Threads = None,
+    calibration_steps: CalibrationSteps = 3,
+    fault: Fault = None,
+    quick: Quick = False,
+    dry_run: DryRun = False,
+    gpus: Gpus = None,
     out: Out = None,
 ) -> None:
     """Measure TRL, sequential and overlapped training on the same work; write table, plots and result.json."""
-    from harness.bench import BenchPlan, parse_placement, run_bench, runner_names
+    from harness.bench import BenchPlan, check_runners, parse_placement, run_bench, runner_names
     from harness.formatting import one_sentence_of
     from harness.runners.trl import can_run
     from harness.settings import load_train_config
@@ -121,12 +130,7 @@ def bench(
         overrides = [*_QUICK_SETTINGS, f"num_steps={steps or _QUICK_STEPS}", *overrides]
     train = load_train_config(config, options=options, overrides=overrides)
     names = runner_names(runners, placement, train.algo, train.backend)
-    if dry_run:
-        from harness.dry_run.command import run_dry
-
-        run_dry(train, gpus, names, Console())
-        return
-    if gpus is not None:
+    if gpus is not None and not dry_run:
         raise ConfigError(
             f"--gpus {gpus} describes the hardware of a --dry-run, and a run takes what is here"
         )
@@ -147,6 +151,12 @@ def bench(
         fault=fault,
     )
     console = Console()
+    if dry_run:
+        from harness.dry_run.command import run_dry
+
+        check_runners(plan)
+        run_dry(train, gpus, names, console)
+        return
     if "trl" not in plan.runners and not can_run("trl", train.algo):
         console.print(f"TRL has no trainer of {train.algo}, so runner trl is left out", markup=False)
     result = run_bench(plan, console)

@@ -18,11 +18,10 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from harness.figure_parts import STAGE_COLOURS, legend, new_figure
+from harness.response_lengths import drawn_lengths, lengths_before_drain
 from harness.schema import Result, Run, UtilisationSeries
 from harness.statistics import (
     STAGES,
-    drawn_lengths,
-    lengths_before_drain,
     measured_positions,
     num_drain_steps,
     summarise_runner,

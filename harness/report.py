@@ -24,6 +24,7 @@ from harness.formatting import (
     markdown_table,
     one_sentence_of,
 )
+from harness.response_lengths import drawn_lengths, lengths_before_drain, summarise_lengths
 from harness.schema import Result, Runner, load_result
 from harness.statistics import (
     MIN_SETTLING_STEPS,
@@ -33,13 +34,10 @@ from harness.statistics import (
     accounted_groups,
     baseline_name,
     conservation_violations,
-    drawn_lengths,
     fill_derived,
     judged_by,
-    lengths_before_drain,
     max_age,
     reward_target,
-    summarise_lengths,
     summarise_runner,
 )
 

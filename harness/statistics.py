@@ -22,7 +22,6 @@ from itertools import combinations, pairwise
 from statistics import fmean, median
 from typing import Literal
 
-import numpy
 from scipy import stats
 
 from harness.schema import Difference, Evaluation, Ratio, Result, Run, Runner, Step
@@ -89,17 +88,6 @@ class RunnerSummary:
     untrained_tokens: int
     final_accuracy: float | None
     final_score: float | None
-
-
-@dataclass(frozen=True, slots=True)
-class LengthSummary:
-    """A distribution of response lengths, in tokens."""
-
-    num_responses: int
-    mean: float
-    p50: float
-    p90: float
-    max: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -317,25 +305,6 @@ def final_value(run: Run, field: EvaluationField) -> float | None:
     """The last held-out value; None if that evaluation, or all, lack it."""
     last = max(run.evaluations, key=lambda evaluation: evaluation.step, default=None)
     return None if last is None else getattr(last, field)
-
-
-def drawn_lengths(runner: Runner) -> list[int]:
-    """Lengths of all responses, drain included: in a drained run, all that was drawn and not rejected."""
-    return [length for run in runner.runs for step in run.steps for length in step.trained_lengths]
-
-
-def lengths_before_drain(runner: Runner) -> list[int]:
-    """Lengths of what was trained before the drain; against ``drawn_lengths``, the postponed are missing."""
-    kept = [step for run in runner.runs for step in run.steps[: len(run.steps) - num_drain_steps(run)]]
-    return [length for step in kept for length in step.trained_lengths]
-
-
-def summarise_lengths(lengths: Sequence[int]) -> LengthSummary | None:
-    """Mean, median, 90th percentile (linear between ranks) and maximum; None without responses."""
-    if not lengths:
-        return None
-    p50, p90 = (float(value) for value in numpy.percentile(lengths, [50, 90]))
-    return LengthSummary(num_responses=len(lengths), mean=fmean(lengths), p50=p50, p90=p90, max=max(lengths))
 
 
 def conservation_violations(result: Result) -> list[Violation]:

@@ -79,17 +79,8 @@ def build_engine(
         ModelError: a model that cannot be served.
     """
     algorithm = algorithm or create_algorithm(config.algo, config.algo_config)
-    if algorithm.needs_proximal and config.overlap.carried_cache == "keep":
-        raise ConfigError(
-            f"{algorithm.name!r} corrects for staleness by what the newest policy says about carried tokens, and with "
-            "carried_cache 'keep' it never reads them; set overlap.carried_cache to 'recompute'"
-        )
+    _check_settings(config, algorithm, reward)
     critic = critic if algorithm.needs_critic else None
-    if not isinstance(reward, nn.Module) and config.reward_input != "auto":
-        raise ConfigError(
-            f"reward_input is {config.reward_input!r}, and the reward is no model: a function is given text and ids "
-            "both; leave reward_input out"
-        )
     rendering = _rendering(config, tokenizer, reward_tokenizer, prompt_column)
     reader = reward if isinstance(reward, nn.Module) and isinstance(rendering, IdsRendering) else None
     check_vocab_sizes(causal_model(policy), reader, critic, tokenizer)
@@ -129,6 +120,20 @@ def build_engine(
         for handle in scorers.values():
             handle.close()
         raise
+
+
+def _check_settings(config: TrainConfig, algorithm: AlgorithmBase, reward: nn.Module | Scorer) -> None:
+    """What the configuration alone cannot refuse."""
+    if algorithm.needs_proximal and config.overlap.carried_cache == "keep":
+        raise ConfigError(
+            f"{algorithm.name!r} corrects for staleness by what the newest policy says about carried tokens, and with "
+            "carried_cache 'keep' it never reads them; set overlap.carried_cache to 'recompute'"
+        )
+    if not isinstance(reward, nn.Module) and config.reward_input != "auto":
+        raise ConfigError(
+            f"reward_input is {config.reward_input!r}, and the reward is no model: a function is given text and ids "
+            "both; leave reward_input out"
+        )
 
 
 def _make_generator(

@@ -30,6 +30,8 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from oppo_kit.ops.padding import length_mask, pad_rows
+
 FinishReason = Literal["stop", "length"]
 Score = float | list[float]
 
@@ -380,20 +382,6 @@ class StepReport:
     reward_mean: float | None
     metrics: dict[str, float]
     spans: list[Span]
-
-
-def length_mask(lengths: Tensor, num_tokens: int) -> Tensor:
-    """[R] lengths to an [R, num_tokens] bool mask, True before the length."""
-    return torch.arange(num_tokens, device=lengths.device)[None, :] < lengths[:, None]
-
-
-def pad_rows(rows: Sequence[Sequence[float]], num_tokens: int, dtype: torch.dtype) -> Tensor:
-    """Right-pad rows with zeros to [len(rows), num_tokens]."""
-    padded = torch.zeros(len(rows), num_tokens, dtype=dtype)
-    for index, row in enumerate(rows):
-        if row:
-            padded[index, : len(row)] = torch.tensor(row, dtype=dtype)
-    return padded
 
 
 def _stack_scores(scores: Sequence[Score | None], num_tokens: int) -> Tensor:

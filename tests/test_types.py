@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import torch
-
-from oppo_kit.types import Group, Prompt, Rollout, RolloutBatch, RolloutKey, length_mask, pad_rows
+from oppo_kit.types import Group, Prompt, Rollout, RolloutBatch, RolloutKey
 
 
 def make_group(draw_id: int, lengths: list[int], *, reason: str = "stop") -> Group:
@@ -55,8 +53,3 @@ def test_the_age_of_a_group_is_that_of_its_oldest_token() -> None:
 def test_all_empty_responses_make_an_empty_width() -> None:
     batch = RolloutBatch.from_groups([make_group(0, [0])], version=0)
     assert batch.response_ids.shape == batch.response_mask.shape == (1, 0)
-
-
-def test_padding_helpers() -> None:
-    assert length_mask(torch.tensor([0, 2]), 3).tolist() == [[False, False, False], [True, True, False]]
-    assert pad_rows([[1], [], [2, 3]], 2, torch.int64).tolist() == [[1, 0], [0, 0], [2, 3]]

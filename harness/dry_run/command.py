@@ -6,7 +6,6 @@ from collections.abc import Sequence
 
 from rich.console import Console
 
-from harness.bench import RUNNERS
 from harness.dry_run.cards import found_hardware, parse_gpus
 from harness.dry_run.estimate import estimate_step
 from harness.dry_run.missing import find_missing
@@ -14,7 +13,6 @@ from harness.dry_run.plan import Plan, make_plan
 from harness.dry_run.report import print_report
 from harness.environment import quieten_transformers
 from oppo_kit.config import TrainConfig
-from oppo_kit.errors import UnknownNameError
 
 
 def run_dry(train: TrainConfig, gpus: str | None, runners: Sequence[str], console: Console) -> Plan:
@@ -29,9 +27,6 @@ def run_dry(train: TrainConfig, gpus: str | None, runners: Sequence[str], consol
     Raises:
         OppoError: bad input; see the functions called.
     """
-    for name in runners:
-        if name not in RUNNERS:
-            raise UnknownNameError("runner", name, RUNNERS)
     quieten_transformers()
     here = found_hardware()
     plan = make_plan(train, here if gpus is None else parse_gpus(gpus))

@@ -116,6 +116,11 @@ def cache_bytes(shape: Shape, width: int, num_rows: int, num_columns: int) -> in
     return 2 * shape.num_layers * shape.key_value * width * slots * columns
 
 
+def row_cache_bytes(train: TrainConfig, shape: Shape, work: Work) -> int:
+    """Keys and values of one row of full length, in vLLM's pool."""
+    return 2 * shape.num_layers * shape.key_value * _WIDTH[train.dtype] * work.row_tokens
+
+
 def _doubled(start: int, needed: int) -> int:
     while start < needed:
         start *= 2
@@ -163,7 +168,7 @@ def _generator_parts(
 
 def _vllm_cache(train: TrainConfig, shape: Shape, rows: int, work: Work) -> Part:
     """The pool that vLLM sets aside, and what all rows would take of it."""
-    row_bytes = 2 * shape.num_layers * shape.key_value * _WIDTH[train.dtype] * work.row_tokens
+    row_bytes = row_cache_bytes(train, shape, work)
     num_bytes = int(train.vllm.kv_cache_gib * 2**30)
     text = f"vllm.kv_cache_gib, set aside; {rows} rows × {work.row_tokens} tokens take {format_size(rows * row_bytes)}"
     if row_bytes > num_bytes:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -11,6 +12,7 @@ from pathlib import Path
 from huggingface_hub import constants, try_to_load_from_cache
 
 from harness.dry_run.cards import GIB, Hardware
+from harness.dry_run.memory import row_cache_bytes
 from harness.dry_run.plan import Plan, in_one_process
 from harness.formatting import format_size
 from harness.models import ALIASES, Role, resolve_model
@@ -47,6 +49,7 @@ def find_missing(plan: Plan, runners: Sequence[str], here: Hardware) -> list[Fin
     """
     return [
         *_hardware(plan, here),
+        *_vllm_cache(plan),
         *_weights(plan),
         *_reward(plan),
         *_prompts(plan),
@@ -70,6 +73,19 @@ def _hardware(plan: Plan, here: Hardware) -> list[Finding]:
         what = f"training in {plan.layout.num_training} processes: this version trains in one"
         findings.append(Finding(what, remedy))
     return findings
+
+
+def _vllm_cache(plan: Plan) -> list[Finding]:
+    """vLLM does not start unless its cache has room for one response of full length."""
+    if plan.train.backend != "vllm":
+        return []
+    needed_gib = row_cache_bytes(plan.train, plan.models.policy.shape, plan.work) / GIB
+    if needed_gib <= plan.train.vllm.kv_cache_gib:
+        return []
+    what = (
+        f"a cache for vLLM: vllm.kv_cache_gib={plan.train.vllm.kv_cache_gib:g} holds less than one response"
+    )
+    return [Finding(what, f"--set vllm.kv_cache_gib={math.ceil(100 * needed_gib) / 100:g} or more")]
 
 
 def _covers(here: Hardware, wanted: Hardware) -> bool:

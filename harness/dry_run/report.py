@@ -13,7 +13,7 @@ from harness.dry_run.estimate import Estimate
 from harness.dry_run.memory import DeviceMemory
 from harness.dry_run.missing import Finding
 from harness.dry_run.models import CountedModel
-from harness.dry_run.plan import Plan, changes_that_fit
+from harness.dry_run.plan import Plan, changes_that_fit, in_one_process
 from harness.formatting import ABSENT, format_number, format_size
 
 
@@ -48,6 +48,12 @@ def verdict(plan: Plan, findings: Sequence[Finding]) -> str:
             f"fits: at most {format_size(tightest.total_bytes)} of {format_size(tightest.usable_bytes)} "
             "on a device"
         )
+        if plan.layout.num_training > 1:
+            alone = in_one_process(plan)
+            sentence += (
+                f", sharded; this version trains in one process, and GPU 0 alone would hold "
+                f"{format_size(alone.total_bytes)}"
+            )
     else:
         sentence = "; ".join(
             f"does not fit: {device.title} would hold {format_size(device.excess_bytes)} too much"

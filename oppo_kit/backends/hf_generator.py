@@ -32,7 +32,8 @@ from oppo_kit.errors import ConfigError, DataError, ModelError, NonFiniteError
 from oppo_kit.ops.batching import length_sorted_batches, pad_prompts_and_responses
 from oppo_kit.ops.logprobs import token_logprobs
 from oppo_kit.ops.noise import stream_key, token_keys
-from oppo_kit.types import FinishReason, Rollout, RolloutKey, TokenChunk, pad_rows
+from oppo_kit.ops.padding import pad_rows
+from oppo_kit.types import FinishReason, Rollout, RolloutKey, TokenChunk
 
 # Log-probs of one model by cache and by plain forward differ by rounding; at a low temperature it is magnified.
 _PROBE_TOLERANCE = {torch.float32: 1e-2, torch.float64: 1e-4}

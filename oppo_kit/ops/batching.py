@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from oppo_kit.types import length_mask
+from oppo_kit.ops.padding import length_mask
 
 # A forward pass costs about as much as this many tokens on top of its tokens. Measured on two CPU cores with the
 # embedded models; on a large model the figure is smaller than the padding it trades against, so it only errs to few.

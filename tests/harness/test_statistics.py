@@ -9,17 +9,14 @@ from scipy import stats
 from harness.schema import Bound, Result
 from harness.statistics import (
     conservation_violations,
-    drawn_lengths,
     fill_derived,
     judged_by,
     learning_differences,
-    lengths_before_drain,
     max_age,
     num_drain_steps,
     ratios,
     reward_target,
     steady_positions,
-    summarise_lengths,
     summarise_runner,
     time_to_reward_s,
 )
@@ -238,22 +235,6 @@ def test_a_runner_without_measured_steps_has_no_numbers() -> None:
     assert (found.step_s, found.s_per_response, found.decoded_tokens_per_s, found.final_accuracy) == (
         None,
     ) * 4
-
-
-def test_lengths_before_the_drain_lack_what_was_postponed() -> None:
-    run = make_run([1.0] * 12, delta=2)
-    run.steps[-1].trained_lengths = [50, 51, 52, 53]
-    runner = make_result({"overcommit": [run]}).runners["overcommit"]
-    assert (len(drawn_lengths(runner)), len(lengths_before_drain(runner))) == (48, 44)
-    assert (max(drawn_lengths(runner)), max(lengths_before_drain(runner))) == (53, 30)
-
-
-def test_a_length_distribution_has_mean_median_ninetieth_percentile_and_maximum() -> None:
-    found = summarise_lengths([10, 20, 20, 30, 120])
-    assert found is not None
-    # Rank 0.9 × 4 = 3.6 lies between 30 and 120.
-    assert (found.num_responses, found.mean, found.p50, found.p90, found.max) == (5, 40.0, 20.0, 84.0, 120)
-    assert summarise_lengths([]) is None
 
 
 def test_a_step_that_loses_a_group_is_found() -> None:

@@ -128,11 +128,22 @@ def test_the_example_is_one_module_of_at_most_forty_lines() -> None:
     assert 20 < len([line for line in lines if line and not line.startswith("#")]) <= 40
 
 
-def test_the_test_of_the_example_passes(importable: Path) -> None:
+def test_the_test_of_the_example_passes_and_finds_a_loss_that_depends_on_the_split(
+    importable: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     names: dict = {"__name__": "their_tests"}
     exec(compile(block("python", "def test_"), "README.md", "exec"), names)
     [test] = [value for name, value in names.items() if name.startswith("test_")]
     test()
+    right = names["RunningReinforce"].loss
+
+    def loss_by_rows_present(self, micro_batch, outputs):
+        loss, metrics = right(self, micro_batch, outputs)
+        return loss * len(micro_batch.mask), metrics
+
+    monkeypatch.setattr(names["RunningReinforce"], "loss", loss_by_rows_present)
+    with pytest.raises(AssertionError, match="running_reinforce"):
+        test()
 
 
 @pytest.mark.parametrize("name", ["running_reinforce", "watched_reinforce"])

@@ -24,7 +24,8 @@ from trl_adapter import (
 from trl_tiny import EOS, PAD, require_trl
 
 from algorithms.ppo import PPO
-from oppo_kit.types import MicroBatch, PolicyOutputs, RolloutBatch, length_mask
+from oppo_kit.ops.padding import length_mask
+from oppo_kit.types import MicroBatch, PolicyOutputs, RolloutBatch
 
 TOLERANCE = 1e-5
 

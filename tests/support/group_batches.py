@@ -8,7 +8,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from oppo_kit.types import Group, Prompt, RolloutBatch, length_mask, pad_rows
+from oppo_kit.ops.padding import length_mask, pad_rows
+from oppo_kit.types import Group, Prompt, RolloutBatch
 
 Rows = Sequence[Sequence[float]]
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from oppo_kit.config import OverlapConfig
 from oppo_kit.errors import ConfigError, DataError
 from oppo_kit.integrations.trl.prompts import Row
-from oppo_kit.types import pad_rows
+from oppo_kit.ops.padding import pad_rows
 
 _logger = logging.getLogger(__name__)
 

@@ -101,6 +101,14 @@ def test_the_backend_is_named(bench) -> None:
     assert "backend hf, float32" in bench("--gpus 1xH200 --dry-run")[1]
 
 
+def test_a_cache_too_small_for_one_response_is_missing_and_the_named_one_is_not(bench) -> None:
+    arguments = "--backend vllm --gpus 1xH200 --dry-run --set vllm.kv_cache_gib="
+    text = bench(f"{arguments}0.0001")[1]
+    [needed] = re.findall(r"--set vllm\.kv_cache_gib=([\d.]+) or more", text)
+    assert "vllm.kv_cache_gib=0.0001 holds less than one response" in text
+    assert "holds less than one response" not in bench(f"{arguments}{needed}")[1]
+
+
 def test_vllm_is_planned_with_its_pool_and_without_trl(bench, monkeypatch) -> None:
     monkeypatch.setattr(
         "harness.dry_run.missing.find_spec", lambda name: None if name == "vllm" else object()
@@ -123,6 +131,7 @@ def test_vllm_is_planned_with_its_pool_and_without_trl(bench, monkeypatch) -> No
         ),
         ("--gpus 8xH201 --dry-run", "unknown card 'H201'; did you mean 'H200'"),
         ("--gpus many --dry-run", "--gpus 'many' is not of the form COUNTxCARD"),
+        ("--backend vllm --runners trl,both --dry-run", "leave it out, or use backend 'hf'"),
         ("--runners tlr --dry-run", "unknown runner 'tlr'; did you mean 'trl'"),
         ("--gpus 2xL4 --set overlap.scorer_device=cuda:2 --dry-run", "is no device of 2 x L4"),
         ("--model nobody/nothing --dry-run", "nothing is known here of the policy 'nobody/nothing'"),

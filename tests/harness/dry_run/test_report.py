@@ -40,6 +40,12 @@ def test_estimated_seconds_have_two_digits_and_functions_have_none() -> None:
     assert "│ score │ 0 s │ 0 s │" in printed([], estimate)
 
 
+def test_the_verdict_on_several_training_devices_says_what_one_process_would_hold() -> None:
+    text = verdict(make_plan(load_train_config(), parse_gpus("2xL4")), [])
+    assert "sharded; this version trains in one process, and GPU 0 alone would hold" in text
+    assert "one process" not in verdict(make_plan(load_train_config(), parse_gpus("1xL4")), [])
+
+
 def test_the_verdict_counts_what_is_missing() -> None:
     plan = make_plan(load_train_config(), parse_gpus("1xL4"))
     assert verdict(plan, []).endswith("GiB on a device. To start here: nothing is missing.")

@@ -3,82 +3,26 @@
 from __future__ import annotations
 
 from collections import Counter
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from tiny_models import CHAT_TEMPLATE, tiny_causal_lm, tiny_classifier, tiny_tokenizer
+from datasets import IterableDataset
+from online_dpo_trainers import CHATS, LORA, OVERLAP, ROWS, WORDS, by_length, make_online_dpo
+from tiny_models import CHAT_TEMPLATE, tiny_classifier, tiny_tokenizer
 from transformers import TrainerCallback
-from trl_trainers import require_supported_trl
+from trl.experimental.online_dpo import OnlineDPOTrainer
 
-from oppo_kit import OverlapConfig
-from oppo_kit.errors import ConfigError, DataError
-
-try:
-    require_supported_trl()
-except pytest.skip.Exception as skipped:
-    pytest.skip(str(skipped), allow_module_level=True)
-
-from datasets import Dataset, IterableDataset
-from peft import LoraConfig
-from trl.experimental.online_dpo import OnlineDPOConfig, OnlineDPOTrainer
-
+from oppo_kit.errors import DataError
 from oppo_kit.integrations.trl import online_dpo
-from oppo_kit.integrations.trl.online_dpo import OverlapOnlineDPOTrainer
-
-WORDS = ("ab", "cat 12", "the 3 dogs", "x", "hello world", "1+2=", "zebra", "say hi")
-ROWS = [{"prompt": word, "number": index} for index, word in enumerate(WORDS)]
-CHATS = [{"prompt": [{"role": "user", "content": word}]} for word in WORDS]
-OVERLAP = OverlapConfig(schedule="oppo", delta=2, decode_tokens=2, placement="inline")
-LORA = LoraConfig(task_type="CAUSAL_LM", r=4, target_modules="all-linear")
-
-
-def by_length(prompts: Any, completions: Any, **columns: Any) -> list[float]:
-    return [float(len(text)) for text in completions]
-
-
-def make_policy() -> Any:
-    """Pairs of it end at different times."""
-    policy: Any = tiny_causal_lm()
-    with torch.no_grad():
-        policy.lm_head.weight[2] *= 1.8
-    return policy
 
 
 @pytest.fixture
-def make(tmp_path):
-    """A trainer of B = 2 pairs, two micro-steps an update, 3 updates."""
-
-    def make_trainer(trainer_class: Any = OverlapOnlineDPOTrainer, **changes: Any) -> Any:
-        values: dict[str, Any] = {
-            "output_dir": str(tmp_path / "run"),
-            "per_device_train_batch_size": 2,
-            "gradient_accumulation_steps": 2,
-            "max_steps": 3,
-            "max_new_tokens": 12,
-            "learning_rate": 1e-3,
-            "logging_steps": 1,
-            "save_strategy": "no",
-            "use_cpu": True,
-            "bf16": False,
-            "gradient_checkpointing": False,
-            "report_to": "none",
-            "disable_tqdm": True,
-        }
-        names = set(OnlineDPOConfig.__dataclass_fields__)
-        values |= {name: changes.pop(name) for name in list(changes) if name in names}
-        rows = changes.pop("rows", ROWS)
-        tokenizer = tiny_tokenizer(chat_template=CHAT_TEMPLATE)
-        arguments: dict[str, Any] = {
-            "model": make_policy(),
-            "reward_funcs": tiny_classifier(),
-            "processing_class": tokenizer,
-            "reward_processing_classes": tiny_tokenizer(chat_template=CHAT_TEMPLATE),
-            "train_dataset": Dataset.from_list(rows) if isinstance(rows, list) else rows,
-        }
-        return trainer_class(**({"args": OnlineDPOConfig(**values)} | arguments | changes))
-
-    return make_trainer
+def make(tmp_path: Path) -> Any:
+    """Makes trainers that write into this test's folder."""
+    return partial(make_online_dpo, tmp_path)
 
 
 def weights(trainer: Any) -> list[torch.Tensor]:
@@ -311,81 +255,6 @@ def test_an_unfilled_last_micro_batch_is_left_out_and_streams_are_read(make, cap
     batches = watch(trainer)
     trainer.train()
     assert prompts_of(batches) == Counter(WORDS)
-
-
-@pytest.mark.parametrize(
-    ("changes", "error", "words"),
-    [
-        ({"use_vllm": True}, ConfigError, "use_vllm=True cannot be used with overlap"),
-        (
-            {"generation_kwargs": {"top_k": 3}},
-            ConfigError,
-            "generation_kwargs=.* cannot be used with overlap",
-        ),
-        ({"repetition_penalty": 1.1}, ConfigError, r"repetition_penalty=1\.1 cannot be used with overlap"),
-        ({"cache_implementation": "static"}, ConfigError, "cache_implementation='static' cannot be used"),
-        ({"ignore_data_skip": True}, ConfigError, "ignore_data_skip=True goes on with the first prompts"),
-        (
-            {"overlap": OverlapConfig(schedule="oppo", delta=5)},
-            ConfigError,
-            r"overlap\.delta=5 exceeds B × max_age = 2 × 2.*delta may be 0 to 4, usually up to 1",
-        ),
-        (
-            {"overlap": OverlapConfig(score_at="sample", placement="thread"), "reward_funcs": by_length},
-            ConfigError,
-            "has no reward model to work on",
-        ),
-        ({"processing_class": object()}, ConfigError, "processing_class is a object; overlap is for text"),
-        (
-            {"rows": [{"prompt": "a", "image": "b"}] * 4},
-            ConfigError,
-            "the training data has a column 'image'",
-        ),
-        (
-            {"rows": ROWS[:1]},
-            DataError,
-            "has 1 prompts, and a micro-batch takes per_device_train_batch_size=2",
-        ),
-    ],
-)
-def test_settings_that_cannot_work_are_refused_by_name(make, changes, error, words) -> None:
-    with pytest.raises(error, match=words):
-        make(**changes)
-
-
-def test_a_conversation_needs_a_chat_template(make) -> None:
-    with pytest.raises(ConfigError, match="the prompts are conversations, and processing_class has no chat"):
-        make(rows=CHATS, processing_class=tiny_tokenizer())
-    with pytest.raises(ConfigError, match="the reward model's tokenizer has no chat template"):
-        make(rows=CHATS, reward_processing_classes=tiny_tokenizer())
-
-
-def test_a_prompt_that_leaves_no_room_for_a_response_is_refused(make) -> None:
-    with pytest.raises(
-        DataError, match=r"\d+ prompt tokens and max_new_tokens=12 exceed .*; lower max_new_tokens"
-    ):
-        make(rows=[{"prompt": "a" * 250}] * 4, max_steps=1).train()
-
-
-def test_columns_that_the_collator_pads_are_refused(make) -> None:
-    rows = [{**row, "a_input_ids": [1, 2]} for row in ROWS]
-    with pytest.raises(DataError, match="the collator makes a Tensor of the column 'a_input_ids'"):
-        make(rows=rows).train()
-
-
-def test_another_order_than_the_loaders_is_refused_and_scorers_are_closed(make, monkeypatch) -> None:
-    trainer = make(overlap=OVERLAP.model_copy(update={"placement": "thread", "score_at": "sample"}))
-    replay = online_dpo.replay_loader
-
-    def shifted(*args: Any, **kwargs: Any) -> Any:
-        rows = replay(*args, **kwargs)
-        next(rows)
-        return rows
-
-    monkeypatch.setattr(online_dpo, "replay_loader", shifted)
-    with pytest.raises(ConfigError, match="the data loader brought the prompt .* was expected"):
-        trainer.train()
-    assert trainer._rollouts is None
 
 
 def test_whoever_generates_beside_training_gets_the_stock_generation(make) -> None:
