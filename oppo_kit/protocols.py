@@ -66,7 +66,7 @@ class Generator(Protocol):
         """Advance every live rollout by up to ``max_tokens`` ticks: a chunk each, in any order; ended ones leave."""
 
     def set_shared(self, is_shared: bool) -> None:
-        """Whether scorers work beside ``decode`` from now on, so that it should leave them cores."""
+        """Whether scorers work beside the next ``decode``, so that it should leave them cores."""
 
     def evict(self, keys: Sequence[RolloutKey]) -> None:
         """Forget live rollouts; the unknown are ignored."""
@@ -104,6 +104,10 @@ class ScorerHandle(Protocol):
     follows_weights: bool
     can_stream: bool
 
+    @property
+    def is_busy(self) -> bool:
+        """Whether it computes, or is about to, on cores that decoding should leave it."""
+
     def submit(self, rollouts: Sequence[Rollout]) -> list[Future[Score | None]]:
         """Start scoring ended rollouts, one future each; a failure is the futures' exception."""
 
@@ -134,9 +138,7 @@ class Algorithm(Protocol):
     scorers: frozenset[str]  # which scores it needs: ``reward``, ``reference``
     needs_critic: bool  # there are values in the batch and the outputs
     needs_proximal: bool  # proximal log-probs follow the weights, else they are the behaviour log-probs
-    needs_whole_groups: (
-        bool  # the loss compares rollouts: steps and micro-batches hold groups, members side by side
-    )
+    needs_whole_groups: bool  # the loss compares rollouts: steps and micro-batches hold groups, side by side
 
     @property
     def num_epochs(self) -> int:

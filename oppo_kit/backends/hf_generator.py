@@ -160,7 +160,7 @@ class HFGenerator:
             )
 
     def set_shared(self, is_shared: bool) -> None:
-        """Whether scorers work beside ``decode`` from now on."""
+        """Whether scorers work beside the next ``decode``."""
         self._is_shared = is_shared
 
     @torch.inference_mode()

@@ -130,7 +130,7 @@ class VLLMGenerator:
             self._admit(rollout)
 
     def set_shared(self, is_shared: bool) -> None:
-        """Whether scorers work beside ``decode`` from now on."""
+        """Whether scorers work beside the next ``decode``."""
         self._is_shared = is_shared
 
     def evict(self, keys: Sequence[RolloutKey]) -> None:

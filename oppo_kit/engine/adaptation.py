@@ -62,9 +62,10 @@ def _delta_controller(overlap: OverlapConfig) -> DeltaController:
 def _chunk_controller(overlap: OverlapConfig) -> ChunkController:
     if overlap.score_at == "auto":
         sizes = sorted(set(overlap.chunk_candidates))
+        # A run too short for the search keeps the first: it costs least where it does not pay.
         candidates = [
-            ChunkPlan("batch"),
             ChunkPlan("sample"),
+            ChunkPlan("batch"),
             *(ChunkPlan("chunk", chunk_tokens=size) for size in reversed(sizes)),
         ]
         return create_chunk_controller(overlap.chunk_control, plan=candidates[0], candidates=candidates)

@@ -132,7 +132,6 @@ class OverlapEngine:
             raise StateError(f"all {self.num_steps} steps are done; build an engine with more num_steps")
         self._stopwatch.start_step()
         self._schedule.delta = self._adaptation.delta
-        self.generator.set_shared(self._adaptation.plan.score_at != "batch")
         self._admit(self._num_to_admit())
         rejected = RejectedGroups(self.batch_size)
         while True:
@@ -312,6 +311,7 @@ class OverlapEngine:
             self._decode()
 
     def _decode(self) -> None:
+        self.generator.set_shared(self._desk.is_busy)
         with self._part("generate", "generator", ()):
             chunks = self.generator.decode(self.overlap.decode_tokens)
         if not chunks:

@@ -76,6 +76,11 @@ class ScoringDesk:
         finally:
             self._set_awaited(False)
 
+    @property
+    def is_busy(self) -> bool:
+        """Whether a scorer computes beside the engine."""
+        return any(handle.is_busy for handle in self._handles.values())
+
     def check(self) -> None:
         """Raise what went wrong in a part, without waiting for anything.
 

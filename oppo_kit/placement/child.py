@@ -63,6 +63,7 @@ class _Link:
         self._pipe = pipe
         self._lock = threading.Lock()
         self._scores: list[tuple[int, Score | None, Failure | None]] = []
+        self._num_feeds = self._num_feeds_read = 0
         self._messages: SimpleQueue[tuple[Any, ...]] = SimpleQueue()
         self._worker = ScoringWorker(
             scorers,
@@ -88,8 +89,10 @@ class _Link:
     def _call(self, kind: str, name: str, *rest: Any) -> None:
         if kind == "feed":
             self._worker.feed(name, *rest)
+            self._num_feeds += 1  # not before the worker has it, see ``_tell``
         elif kind == "forget":
             self._worker.forget(name, *rest)
+            self._tell()  # there may be nothing left of a feed
         elif kind == "awaited":
             self._worker.set_awaited(*rest)
         else:
@@ -113,8 +116,12 @@ class _Link:
         except Exception as error:
             failure = failure or Failure.of(error)
         with self._lock, suppress(OSError):  # without a parent nobody listens, and the main thread ends all
+            num_feeds = self._num_feeds
+            if not self._worker.is_busy:
+                self._num_feeds_read = num_feeds
             scores, self._scores = self._scores, []
-            self._pipe.send_bytes(pickle.dumps(Results(scores, self._worker.take_spans(), failure)))
+            results = Results(scores, self._worker.take_spans(), failure, self._num_feeds_read)
+            self._pipe.send_bytes(pickle.dumps(results))
 
 
 def _load(weights_fd: int, device: str | None) -> dict[str, Any]:

@@ -61,6 +61,11 @@ class FunctionPlacement:
             self._calls.put(([rollouts[index] for index in indices], [futures[index] for index in indices]))
         return futures
 
+    @property
+    def is_busy(self) -> bool:
+        """Never: most functions wait for a judge or a sandbox, and decoding at full speed does not hold them up."""
+        return False
+
     def feed(self, rollouts: Sequence[Rollout]) -> None:
         """Functions see whole responses only."""
 

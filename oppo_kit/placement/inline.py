@@ -45,6 +45,11 @@ class InlinePlacement:
             raise as_failure(self.name, error) from error
         self._record("feed", start_s, before)
 
+    @property
+    def is_busy(self) -> bool:
+        """Never between two calls."""
+        return False
+
     def set_awaited(self, is_awaited: bool) -> None:
         """Everything is done when a call returns."""
 

@@ -33,11 +33,19 @@ class Failure(NamedTuple):
 
 
 class Results(NamedTuple):
-    """What the child says: scores or failures by the submissions' numbers, spans, and what else went wrong."""
+    """What the child says.
+
+    Attributes:
+        scores: or failures, by the submissions' numbers.
+        spans: what was done since the last time.
+        failure: what else went wrong.
+        num_feeds_read: of all feeds that were sent, those that no work is left of.
+    """
 
     scores: list[tuple[int, Score | None, Failure | None]]
     spans: list[Span]
     failure: Failure | None
+    num_feeds_read: int = 0
 
 
 def rebuilt(failure: Failure) -> OppoError:

@@ -65,6 +65,7 @@ class ScoringProcess:
         _check_cores(cores)
         self._futures: dict[int, Future[Score | None]] = {}
         self._ids = count()
+        self._num_feeds = self._num_feeds_read = 0
         self._lock = threading.Lock()
         self._is_closing = False
         self._failure: Exception | None = None
@@ -104,6 +105,17 @@ class ScoringProcess:
             raise PartFailedError(
                 f"the scoring process {self.pid} was not ready after {_START_S:.0f} s; is the machine out of memory?"
             )
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether the child has not yet answered all that it was sent."""
+        with self._lock:
+            return bool(self._futures) or self._num_feeds_read < self._num_feeds
+
+    def feed(self, name: str, rollouts: Sequence[Rollout]) -> None:
+        """Send unfinished rollouts."""
+        self._num_feeds += 1
+        self.send(("feed", name, [rollout.snapshot() for rollout in rollouts]))
 
     def submit(self, name: str, rollouts: Sequence[Rollout]) -> list[Future[Score | None]]:
         """Send ended rollouts."""
@@ -201,6 +213,7 @@ class ScoringProcess:
     def _take(self, results: Results) -> None:
         self._spans.add(*results.spans)
         with self._lock:
+            self._num_feeds_read = results.num_feeds_read
             if results.failure is not None and self._failure is None:
                 self._failure = rebuilt(results.failure)
             done = [(self._futures.pop(index), score, failure) for index, score, failure in results.scores]
@@ -234,13 +247,18 @@ class ProcessPlacement:
         self.can_stream = isinstance(scorer, StreamingScorer)
         self._process = process
 
+    @property
+    def is_busy(self) -> bool:
+        """Whether the child works for any scorer."""
+        return self._process.is_busy
+
     def submit(self, rollouts: Sequence[Rollout]) -> list[Future[Score | None]]:
         """Send ended rollouts."""
         return self._process.submit(self.name, rollouts)
 
     def feed(self, rollouts: Sequence[Rollout]) -> None:
         """Send unfinished rollouts."""
-        self._process.send(("feed", self.name, [rollout.snapshot() for rollout in rollouts]))
+        self._process.feed(self.name, rollouts)
 
     def set_awaited(self, is_awaited: bool) -> None:
         """Tell the child that it may use the cores that the actor leaves, or not any more."""

@@ -24,6 +24,11 @@ class ThreadPlacement:
         self.can_stream = isinstance(scorer, StreamingScorer)
         self._worker = worker or ScoringWorker({scorer.name: scorer}, lane=f"{scorer.name} thread")
 
+    @property
+    def is_busy(self) -> bool:
+        """Whether the thread works for any scorer."""
+        return self._worker.is_busy
+
     def submit(self, rollouts: Sequence[Rollout]) -> list[Future[Score | None]]:
         """Queue ended rollouts."""
         return self._worker.submit(self.name, rollouts)

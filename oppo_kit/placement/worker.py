@@ -118,6 +118,12 @@ class ScoringWorker:
                 self._num_forgetting -= 1
                 self._changed.notify_all()
 
+    @property
+    def is_busy(self) -> bool:
+        """Whether the thread is at work, or has work."""
+        with self._changed:
+            return self._is_busy or self._has_work
+
     def check(self) -> None:
         """Raise what a feed raised, or the end of the thread; a submission's failure is its futures' exception."""
         with self._changed:
@@ -162,15 +168,13 @@ class ScoringWorker:
                 self._score(name, submissions)
             else:
                 self._feed(name, feeds)
+            self._rest()
             if self._on_work is not None:
                 self._on_work()
 
     def _next(self) -> tuple[str, list[_Submission], list[Rollout]] | None:
         """The next piece of work, or None at the end."""
         with self._changed:
-            self._running = []
-            self._is_busy = False
-            self._changed.notify_all()
             self._changed.wait_for(lambda: self._is_closed or (self._has_work and not self._num_forgetting))
             if self._is_closed:
                 return None
@@ -187,6 +191,12 @@ class ScoringWorker:
             snapshots = list(self._feeds.pop(name).values())
             self._feeds[name] = {}  # at the end: the others have their turn before
             return name, [], snapshots
+
+    def _rest(self) -> None:
+        with self._changed:
+            self._running = []
+            self._is_busy = False
+            self._changed.notify_all()
 
     @property
     def _has_work(self) -> bool:

@@ -88,16 +88,33 @@ def test_the_score_of_a_rejected_group_is_no_longer_wanted() -> None:
     assert handle.forgotten == [[group.rollouts[0].key]]
 
 
-def test_the_generator_is_told_whether_scorers_work_beside_it() -> None:
-    for score_at, is_shared in (("batch", False), ("sample", True), ("chunk", True)):
+def test_the_generator_is_told_before_every_call_whether_scorers_work_beside_it() -> None:
+    told: list[bool] = []
+
+    def make(score_at: str):
         engine = build_fake_engine(
-            length_of=lambda draw, sample: 3,
+            length_of=lambda draw, sample: (3, 9)[draw % 2],
             batch_size=2,
             num_steps=1,
-            overlap=OverlapConfig(score_at=score_at),
+            overlap=OverlapConfig(score_at=score_at, decode_tokens=2),
         )
-        engine.collect()
-        assert engine.generator.is_shared is is_shared
+        engine.generator.set_shared = told.append
+        return engine, engine.scorers["reward"]
+
+    engine, reward = make("sample")
+    submit = reward.submit
+
+    def submit_slowly(rollouts) -> list[Future]:
+        reward.is_busy = len(reward.submitted) == 0  # with the first response, until the second has ended
+        return submit(rollouts)
+
+    reward.submit = submit_slowly
+    engine.collect()
+    assert told == [False, False, True, True, True], "draw 0 ends in the second call, draw 1 in the fifth"
+    told.clear()
+    engine, _ = make("batch")
+    engine.collect()
+    assert told == [False] * 5
 
 
 def test_a_step_that_is_given_up_for_another_state_leaves_no_trace_in_the_reports() -> None:

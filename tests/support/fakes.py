@@ -94,6 +94,7 @@ class FakeHandle:
     """A scorer handle: futures are done at once; every rollout that was submitted or fed is remembered."""
 
     can_stream = True
+    is_busy = False
 
     def __init__(
         self,
