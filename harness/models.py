@@ -33,8 +33,8 @@ class ModelAlias:
 
 
 ALIASES = {
-    "qwen2.5-3b": ModelAlias("Qwen/Qwen2.5-3B-Instruct"),
-    "qwen2.5-7b": ModelAlias("Qwen/Qwen2.5-7B-Instruct"),
+    "qwen2.5-3b": ModelAlias("Qwen/Qwen2.5-3B-Instruct", task="math"),
+    "qwen2.5-7b": ModelAlias("Qwen/Qwen2.5-7B-Instruct", task="math"),
     "smollm2-135m": ModelAlias(smollm2_policy, smollm2_reward, task="reviews"),
     "tiny": ModelAlias(str(_ASSETS / "tiny" / "policy"), str(_ASSETS / "tiny" / "reward"), is_offline=True),
 }

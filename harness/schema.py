@@ -238,6 +238,11 @@ def load_result(path: Path) -> Result:
             f"{path} is the folder of a training run, whose steps are in {path / 'steps.jsonl'}; reports are made of "
             "what `oppo-kit bench` writes"
         )
+    if path.is_dir() and not file.exists():
+        raise StateError(
+            f"{path} has no result.json: a benchmark that did not end, or no benchmark; pass the folder that "
+            "`oppo-kit bench --out` names"
+        )
     try:
         text = file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:

@@ -151,7 +151,6 @@ def _make_generator(
             stop_token_ids=stop_ids,
             seed=config.seed,
             carried_cache=config.overlap.carried_cache,
-            num_threads_shared=config.overlap.decode_threads,
         )
     return HFGenerator(
         policy,

@@ -159,8 +159,10 @@ def compare(
         ConfigError: the margin is out of range, a runner must be named, or a name is unknown.
     """
     if not 0 < margin < 1:
+        meant = f"; {margin:g} percent is {margin:g}%" if 1 <= margin < 100 else ""
         raise ConfigError(
             f"margin={margin} must be a share of the reference's gain above 0 and below 1, for example 0.1 or 10%"
+            f"{meant}"
         )
     curves = pair_results(run, reference, runner=runner, reference_runner=reference_runner, by=by)
     judged = judge(curves.responses, curves.run, curves.reference, margin)

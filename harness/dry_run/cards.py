@@ -91,7 +91,7 @@ def parse_gpus(text: str) -> Hardware:
         ConfigError: it is not of this form.
         UnknownNameError: no such card.
     """
-    match = re.fullmatch(r"([1-9]\d*)x(.+)", text.strip(), flags=re.IGNORECASE)
+    match = re.fullmatch(r"([1-9]\d*)\s*x\s*(.+)", text.strip(), flags=re.IGNORECASE)
     if match is None:
         raise ConfigError(f"--gpus {text!r} is not of the form COUNTxCARD, for example 8xH200 or 1xA100-80GB")
     count, name = int(match[1]), match[2]

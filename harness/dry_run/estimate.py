@@ -1,9 +1,10 @@
 """Seconds of a step by stage, from datasheets and stated assumptions: an estimate, and no measurement.
 
 Decoding a token of every row reads all weights and the rows' keys and values once; or it waits for the host to start
-the kernels; or, with very many rows, for arithmetic: the slowest of the three counts. Reading given tokens takes 2
-operations per parameter and token, training 6 (4 where the weights are frozen below an adapter). Left out: attention's
-own arithmetic, communication between devices, reward functions, evaluation.
+the kernels; or, with very many rows, for arithmetic: the slowest of the three counts. Where vLLM's cache is smaller
+than what all rows hold on average, they take turns. Reading given tokens takes 2 operations per parameter and token,
+training 6 (4 where the weights are frozen below an adapter). Left out: attention's own arithmetic, communication
+between devices, reward functions, evaluation.
 """
 
 from __future__ import annotations
@@ -83,9 +84,10 @@ def estimate_step(train: TrainConfig, models: Models, work: Work, layout: Layout
     overcommitted = mean_step(work, work.delta)
 
     def generate_s(tokens: StepTokens) -> tuple[float, Limit]:
-        tick_s, limit = _tick_s(train, models, tokens, layout, card)
+        turns = _num_turns(train, models, tokens, layout)
+        tick_s, limit = _tick_s(train, models, tokens, layout, card, turns)
         prefill_s = 2 * models.policy.num_parameters * tokens.num_prefilled / layout.num_training / rate
-        return tokens.num_ticks * tick_s + prefill_s, limit
+        return tokens.num_ticks * turns * tick_s + prefill_s, limit
 
     def score_s(tokens: StepTokens) -> float:
         parameters = sum(model.num_parameters for model in models.scorers)
@@ -108,20 +110,34 @@ def estimate_step(train: TrainConfig, models: Models, work: Work, layout: Layout
         both=StepEstimate(generated_s, waited_s, train_s(overcommitted)),
         decode_limit=decode_limit,
         bottleneck=_bottleneck(sequential, decode_limit),
-        assumptions=_assumptions(train, work, layout, plain),
+        assumptions=_assumptions(
+            train, work, layout, plain, _num_turns(train, models, overcommitted, layout)
+        ),
     )
 
 
-def _tick_s(
-    train: TrainConfig, models: Models, tokens: StepTokens, layout: Layout, card: Card
-) -> tuple[float, Limit]:
-    """Seconds of one token of every row, and what they go to."""
+def _context_bytes(models: Models, tokens: StepTokens, layout: Layout) -> float:
+    """Keys and values of all rows that one device decodes, mean over the ticks."""
     policy = models.policy
-    num_devices = layout.num_training
     width = policy.num_bytes / policy.num_parameters
-    cache_bytes = 2 * policy.shape.num_layers * policy.shape.key_value * width
-    read_bytes = policy.num_bytes + cache_bytes * tokens.num_context / tokens.num_ticks / num_devices
-    rows = tokens.num_decoded / tokens.num_ticks / num_devices
+    token_bytes = 2 * policy.shape.num_layers * policy.shape.key_value * width
+    return token_bytes * tokens.num_context / tokens.num_ticks / layout.num_training
+
+
+def _num_turns(train: TrainConfig, models: Models, tokens: StepTokens, layout: Layout) -> float:
+    """How many times as many ticks it takes when vLLM's cache holds only some of the rows at once; 1: it holds all."""
+    if train.backend != "vllm":
+        return 1.0
+    return max(1.0, _context_bytes(models, tokens, layout) / (train.vllm.kv_cache_gib * 2**30))
+
+
+def _tick_s(
+    train: TrainConfig, models: Models, tokens: StepTokens, layout: Layout, card: Card, turns: float
+) -> tuple[float, Limit]:
+    """Seconds of one token of every row whose turn it is, and what they go to."""
+    policy = models.policy
+    read_bytes = policy.num_bytes + _context_bytes(models, tokens, layout) / turns
+    rows = tokens.num_decoded / tokens.num_ticks / layout.num_training / turns
     launches = policy.shape.num_layers * _num_launches_per_layer(train)
     seconds: dict[Limit, float] = {
         "launches": launches * LAUNCH_S_PER_LAYER if train.backend == "hf" else 0.0,
@@ -147,7 +163,9 @@ def _bottleneck(step: StepEstimate, decode_limit: Limit) -> str:
     return max(stages, key=lambda name: stages[name])
 
 
-def _assumptions(train: TrainConfig, work: Work, layout: Layout, plain: StepTokens) -> tuple[str, ...]:
+def _assumptions(
+    train: TrainConfig, work: Work, layout: Layout, plain: StepTokens, turns: float
+) -> tuple[str, ...]:
     mean_tokens = plain.num_decoded / (work.batch_size * work.group_size)
     sentences = [
         f"responses: log-normal, median {work.response_tokens * MEDIAN_FRAC:.0f} tokens, mean {mean_tokens:.0f}, "
@@ -158,6 +176,10 @@ def _assumptions(train: TrainConfig, work: Work, layout: Layout, plain: StepToke
     if train.backend == "hf":
         launches_ms = 1e3 * LAUNCH_S_PER_LAYER * _num_launches_per_layer(train)
         sentences.append(f"backend hf: the host starts the kernels of a layer in {launches_ms:g} ms")
+    if turns > 1:
+        sentences.append(
+            f"vllm.kv_cache_gib holds 1 in {turns:.1f} of the rows' keys and values with overcommit: they take turns"
+        )
     if layout.num_training > 1:
         sentences.append("rows are spread evenly; communication between GPUs takes no time")
     sentences.append(

@@ -18,6 +18,7 @@ from harness.formatting import format_size
 from harness.models import ALIASES, Role, resolve_model
 from harness.packaged_models import REQUIREMENT, cache_folder
 from harness.workloads import code_task, free_form, math_task
+from harness.workloads.base import task_names
 from oppo_kit.backends.function_scorer import load_reward_function
 from oppo_kit.errors import OppoError
 
@@ -52,6 +53,7 @@ def find_missing(plan: Plan, runners: Sequence[str], here: Hardware) -> list[Fin
         *_vllm_cache(plan),
         *_weights(plan),
         *_reward(plan),
+        *_task(plan),
         *_prompts(plan),
         *_packages(plan, runners),
     ]
@@ -164,6 +166,20 @@ def _reward(plan: Plan) -> list[Finding]:
     except OppoError as error:
         return [Finding(f"the reward {name}", str(error))]
     return []
+
+
+def _task(plan: Plan) -> list[Finding]:
+    """Prompts of the embedded model, where nobody named a task, say nothing to another one."""
+    train = plan.train
+    if (
+        train.task != "tiny"
+        or train.dataset is not None
+        or train.model == "tiny"
+        or Path(train.model).is_dir()
+    ):
+        return []
+    others = ", ".join(name for name in task_names() if name != "tiny")
+    return [Finding(f"a task: {train.task!r} is made for the embedded model alone", f"pass --task: {others}")]
 
 
 def _prompts(plan: Plan) -> list[Finding]:

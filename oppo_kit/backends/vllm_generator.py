@@ -10,8 +10,7 @@ It knows no reward, no batch and no schedule, and does not import vLLM: ``vllm_e
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from itertools import count
 from statistics import fmean
 from typing import Literal
@@ -62,7 +61,6 @@ class VLLMGenerator:
         seed: of the sampling noise.
         carried_cache: what an update does to the keys and values of live responses; see ``HFGenerator``. ``keep`` needs
             an engine without a prefix cache.
-        num_threads_shared: CPU threads of ``decode`` while scorers work beside it; None: those that torch has.
 
     Raises:
         ModelError: the engine's log-probs are not the policy's.
@@ -78,7 +76,6 @@ class VLLMGenerator:
         stop_token_ids: Sequence[int],
         seed: int,
         carried_cache: Literal["recompute", "keep"] = "recompute",
-        num_threads_shared: int | None = None,
     ) -> None:
         if carried_cache == "keep" and engine.has_prefix_cache:
             raise ConfigError(
@@ -92,8 +89,6 @@ class VLLMGenerator:
         self._stop_ids = frozenset(stop_token_ids)
         self._seed = seed
         self._carried_cache = carried_cache
-        self._num_threads_shared = num_threads_shared
-        self._is_shared = False
         self._version = 0
         self._request_numbers = count()
         # By request id; rows without any budget never become requests.
@@ -130,8 +125,7 @@ class VLLMGenerator:
             self._admit(rollout)
 
     def set_shared(self, is_shared: bool) -> None:
-        """Whether scorers work beside the next ``decode``."""
-        self._is_shared = is_shared
+        """Nothing changes: vLLM's kernels for so many rows keep the CPU threads that they first ran with."""
 
     def evict(self, keys: Sequence[RolloutKey]) -> None:
         """Forget live rollouts; the unknown are ignored."""
@@ -159,8 +153,7 @@ class VLLMGenerator:
             ModelError: what was sampled first after a sync has other log-probs under the policy.
             PartFailedError: vLLM samples nothing.
         """
-        with _cpu_threads(self._num_threads_shared if self._is_shared else None):
-            return self._decode(max_tokens)
+        return self._decode(max_tokens)
 
     def policy_logprobs(self, batch: RolloutBatch) -> Tensor:
         """[R, T] float32 log-probs of all responses under the policy's present weights, zero past a row's end.
@@ -299,16 +292,3 @@ class VLLMGenerator:
     def _forget(self) -> None:
         self.engine.wipe()
         self._rows, self._spent = {}, []
-
-
-@contextmanager
-def _cpu_threads(num_threads: int | None) -> Iterator[None]:
-    before = torch.get_num_threads()
-    if num_threads in (None, before):
-        yield
-        return
-    torch.set_num_threads(num_threads)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)

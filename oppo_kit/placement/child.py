@@ -24,6 +24,9 @@ from oppo_kit.types import Score
 
 # Between two looks at the parent, whose own children may hold its end of the pipe open.
 _LOOK_S = 1.0
+# The lowest priority there is: beside decoding and training the scorers get the time that is left, and all while the
+# actor waits for them.
+_NICENESS = 19
 
 
 def main(pipe_fd: int, weights_fd: int) -> None:
@@ -34,6 +37,8 @@ def main(pipe_fd: int, weights_fd: int) -> None:
     parent = os.getppid()
     try:
         settings = pickle.loads(pipe.recv_bytes())
+        if settings["yields"]:
+            os.nice(_NICENESS)  # of this thread, and of those that it starts
         link = _Link(pipe, settings, _load(weights_fd, settings["device"]))
     except EOFError:
         os._exit(1)

@@ -47,7 +47,7 @@ class ScoringProcess:
         scorers: by name; they are copied into the child.
         num_threads: its CPU threads while the actor decodes; as many as this process has, or as it is pinned to
             cores, while somebody waits for scores.
-        cores: CPU cores that it is pinned to; None: all that this process may use.
+        cores: CPU cores that it is pinned to; None: all that this process may use, at the lowest priority.
         device: where its models go; None: where they are.
 
     Raises:
@@ -82,7 +82,13 @@ class ScoringProcess:
                 _pin(self.pid, cores)
             num_threads_awaited = torch.get_num_threads() if cores is None else len(cores)
             self.send(
-                {"num_threads": num_threads, "num_threads_awaited": num_threads_awaited, "device": device}
+                {
+                    "num_threads": num_threads,
+                    "num_threads_awaited": num_threads_awaited,
+                    "device": device,
+                    # On a GPU it only starts kernels, and cores of its own it shares with nobody.
+                    "yields": cores is None and torch.device(device or "cpu").type == "cpu",
+                }
             )
         except BaseException:
             self.close()

@@ -379,21 +379,3 @@ def test_starting_vllm_leaves_the_process_as_it_was() -> None:
     assert random.getstate() == states[0]
     assert torch.equal(torch.get_rng_state(), states[1])
     assert torch.set_num_threads is set_num_threads
-
-
-def test_threads_are_left_to_scorers_while_they_work_beside_it() -> None:
-    generator = SUBJECTS["vllm"].make(policy_of("vllm"), num_threads_shared=1)
-    before = torch.get_num_threads()
-    seen = []
-    step = generator.engine.step
-    generator.engine.step = lambda: (seen.append(torch.get_num_threads()), step())[1]
-    try:
-        torch.set_num_threads(2)
-        for is_shared in (True, False):
-            generator.set_shared(is_shared)
-            generator.admit([make_rollout(int(is_shared), 3, limit=2)])
-            generator.decode(2)
-        assert (seen[0], seen[-1], torch.get_num_threads()) == (1, 2, 2)
-    finally:
-        del generator.engine.step
-        torch.set_num_threads(before)

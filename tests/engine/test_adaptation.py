@@ -66,6 +66,12 @@ def test_auto_ends_without_overlap_where_feeding_and_early_scores_cost() -> None
     assert {report.score_at for report in reports[-40:]} <= {"batch", "sample"}
 
 
+def test_auto_begins_with_scoring_each_response_as_it_ends() -> None:
+    engine = make_engine(8, score_of=noise, score_at="auto", chunk_candidates=(2, 4))
+    plans = [(report.score_at, report.chunk_tokens) for report in engine.run()]
+    assert plans == [("sample", 0)] * 3 + [("batch", 0)] * 3 + [("chunk", 4)] * 2
+
+
 def test_the_controllers_go_on_after_a_save() -> None:
     straight = make_engine(60, score_of=noise, score_at="auto", chunk_candidates=(2, 4), feed_s=1.0)
     expected = [(r.delta, r.score_at, r.chunk_tokens) for r in straight.run()]

@@ -42,6 +42,31 @@ def test_progress_and_result_come_back(tmp_path, make_module) -> None:
     assert '{"chatter"' in (tmp_path / "run" / "log.txt").read_text()
 
 
+@pytest.mark.parametrize(
+    ("backend", "runner", "own", "expected"),
+    [
+        ("vllm", "both", None, "2000"),
+        ("vllm", "both", "7", "7"),
+        ("vllm", "sequential", None, None),
+        ("hf", "both", None, None),
+    ],
+)
+def test_threads_of_vllm_beside_scorers_spin_briefly(
+    tmp_path, make_module, monkeypatch, backend: str, runner: str, own: str | None, expected: str | None
+) -> None:
+    monkeypatch.delenv("GOMP_SPINCOUNT", raising=False)
+    if own is not None:
+        monkeypatch.setenv("GOMP_SPINCOUNT", own)
+    module = make_module(
+        "import sys, os\n"
+        f"assert os.environ.get('GOMP_SPINCOUNT') == {expected!r}\n"
+        'open(sys.argv[2], \'w\').write(\'{"median": 2, "low": 1, "high": 3, "pairs": [2]}\')\n'
+    )
+    train = SPEC.train.model_copy(update={"backend": backend})
+    spec = SPEC.model_copy(update={"train": train, "runner": runner})
+    assert run_in_process(spec, tmp_path / "run", Ratio, module=module).median == 2
+
+
 def test_a_failure_brings_the_end_of_its_log(tmp_path, make_module) -> None:
     module = make_module("raise SystemExit('no such thing as a free lunch')")
     with pytest.raises(

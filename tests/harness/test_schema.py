@@ -45,8 +45,10 @@ def test_a_step_time_that_is_no_number_is_refused(tmp_path) -> None:
 
 def test_truncated_missing_and_foreign_files_are_refused(tmp_path) -> None:
     file = tmp_path / "result.json"
-    with pytest.raises(StateError, match="cannot read results from .*: No such file or directory"):
+    with pytest.raises(StateError, match="has no result.json: a benchmark that did not end, or no benchmark"):
         load_result(tmp_path)
+    with pytest.raises(StateError, match="cannot read results from .*: No such file or directory"):
+        load_result(file)
     (tmp_path / "steps.jsonl").touch()
     with pytest.raises(StateError, match="is the folder of a training run, whose steps are in .*steps.jsonl"):
         load_result(tmp_path)

@@ -47,6 +47,7 @@ def handles(folder: Path, big: child_scorers.Big) -> Iterator[Handles]:
         Streaming(),
         child_scorers.Threads(),
         child_scorers.Cores(),
+        child_scorers.Niceness(),
         child_scorers.Exiting(),
         child_scorers.Short(),
         child_scorers.Tensors(),
@@ -148,6 +149,13 @@ def test_the_child_has_its_cores_and_its_threads_and_all_its_cores_while_somebod
     assert results(handles["threads"], ended(3)) == [2.0]
     tasks = Path(f"/proc/{handles['cores']._process.pid}/task").iterdir()
     assert {tuple(os.sched_getaffinity(int(task.name))) for task in tasks} == {(0,)}
+
+
+def test_the_child_gives_way_on_cores_that_it_shares_and_not_on_its_own(handles: Handles) -> None:
+    assert results(handles["niceness"], ended(1)) == [float(os.nice(0))]
+    sharing = placed(child_scorers.Niceness())["niceness"]
+    assert results(sharing, ended(1)) == [19.0]
+    sharing.close()
 
 
 def test_a_big_module_is_mapped_and_no_copy_stays_in_shared_memory(

@@ -54,6 +54,13 @@ class Threads:
         return [float(torch.get_num_threads())] * len(rollouts)
 
 
+class Niceness:
+    name = "niceness"
+
+    def score(self, rollouts: Any) -> list[Any]:
+        return [float(os.nice(0))] * len(rollouts)
+
+
 class Cores:
     name = "cores"
 

@@ -69,6 +69,7 @@ def test_a_wider_margin_lets_more_pass(check: Check, margin: str) -> None:
     ("options", "words"),
     [
         (("--margin", "2"), "error: margin=2.0 must be a share of the reference's gain"),
+        (("--margin", "50"), "for example 0.1 or 10%; 50 percent is 50%"),
         (("--runner", "bth"), "error: unknown runner of the run 'bth'; did you mean 'both'?"),
         (("--reference-runner", "both"), "error: unknown runner of the reference 'both'"),
         (

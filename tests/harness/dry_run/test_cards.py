@@ -9,7 +9,7 @@ from oppo_kit.errors import ConfigError, UnknownNameError
 
 
 def test_a_count_and_a_card_are_hardware_in_upper_and_lower_case() -> None:
-    for text in ("8xH200", "8Xh200", " 8xH200 "):
+    for text in ("8xH200", "8Xh200", " 8xH200 ", "8 x H200"):
         hardware = parse_gpus(text)
         assert (hardware.title, hardware.num_devices, hardware.card) == ("8 x H200", 8, CARDS["H200"])
         assert hardware.is_described

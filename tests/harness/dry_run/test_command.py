@@ -45,7 +45,7 @@ def test_seven_billion_on_eight_cards_are_planned_without_network_weights_or_gpu
         "7.07 B",
         "GPUs 0 to 7: train, sharded by FSDP, generate and score each",
         "a plan: this version trains in one process",
-        "task tiny",
+        "task math",
         "memory of GPUs 0 to 7, each",
         "generator's KV cache",
         "one step, estimated",

@@ -11,7 +11,7 @@ from harness.dry_run.estimate import BANDWIDTH_FRAC, COMPUTE_FRAC, estimate_step
 from harness.dry_run.layout import make_layout
 from harness.dry_run.models import CountedModel, Models, Shape
 from harness.dry_run.work import Work
-from oppo_kit.config import LoraSettings, TrainConfig
+from oppo_kit.config import LoraSettings, TrainConfig, VLLMConfig
 
 CARD = CARDS["H200"]
 SHAPE = Shape(num_layers=10, hidden=64, inner=256, key_value=16, vocab=100)
@@ -64,6 +64,19 @@ def test_without_launches_decoding_reads_weights_and_cache() -> None:
         read_bytes / (4.8e12 * BANDWIDTH_FRAC) + 2e9 * 800 / RATE
     )
     assert not any("host" in sentence for sentence in estimate.assumptions)
+
+
+def test_rows_take_turns_where_vllm_s_cache_holds_half_of_them() -> None:
+    half_gib = 808 * 2 * 10 * 16 * 2 / 2 / 2**30
+    train = TRAIN.model_copy(update={"backend": "vllm", "vllm": VLLMConfig(kv_cache_gib=half_gib)})
+    estimate = estimate_step(train, MODELS, WORK, ONE, CARD)
+    read_bytes = 2e9 + half_gib * 2**30
+    assert estimate.sequential.generate_s == pytest.approx(
+        2 * read_bytes / (4.8e12 * BANDWIDTH_FRAC) + 2e9 * 800 / RATE
+    )
+    assert any("1 in 2.0 of the rows" in sentence for sentence in estimate.assumptions)
+    roomy = TRAIN.model_copy(update={"backend": "vllm"})
+    assert not any("turns" in text for text in estimate_step(roomy, MODELS, WORK, ONE, CARD).assumptions)
 
 
 def test_with_very_many_rows_decoding_is_arithmetic() -> None:

@@ -65,7 +65,7 @@ def test_a_pass_holds_at_least_a_row_and_at_most_its_rows() -> None:
 
 
 def test_prompts_are_what_the_settings_allow_and_the_context_has_room_for() -> None:
-    train = load_train_config(options={"model": "qwen2.5-3b", "algo": "grpo"})
+    train = load_train_config(options={"model": "qwen2.5-3b", "algo": "grpo", "task": "tiny"})
     algorithm = create_algorithm(train.algo, train.algo_config)
     assert make_work(train, algorithm, None).prompt_tokens == 512
     assert make_work(train, algorithm, 300).prompt_tokens == 44
