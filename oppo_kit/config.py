@@ -71,7 +71,7 @@ class OverlapConfig(_Frozen):
     decode_threads: int | None = Field(
         default=None,
         ge=1,
-        description="CPU threads of decoding while scorers work beside it; null: what they leave",
+        description="CPU threads of decoding by backend hf while scorers work beside it; null: what they leave",
     )
     scorer_cores: tuple[int, ...] | None = Field(
         default=None, min_length=1, description="CPU cores that a scoring process is pinned to; null: all"

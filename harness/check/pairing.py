@@ -272,8 +272,8 @@ def _value(side: _Side, run: Run, evaluation: Evaluation, field: EvaluationField
     value = getattr(evaluation, field)
     if value is None and field == "accuracy":
         raise StateError(
-            f"{_name(side, run)} has no held-out accuracy after step {evaluation.step}, as where a task has no checker, or "
-            "where a data set replaces its prompts; choose another value with --by"
+            f"{_name(side, run)} has no held-out accuracy after step {evaluation.step}, as where a task has no "
+            "checker, or a data set replaces its prompts; choose another value with --by"
         )
     if value is None or not math.isfinite(value):
         raise StateError(

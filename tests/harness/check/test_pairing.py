@@ -204,7 +204,7 @@ def test_scores_are_compared_unless_accuracy_is_asked_for() -> None:
         pair_scores(run, reference, by="acuracy")  # type: ignore[arg-type]
     with pytest.raises(
         StateError,
-        match=r"seed 0 of the run has no held-out accuracy after step 0, as where a task .* choose another value with --by",
+        match=r"seed 0 of the run has no held-out accuracy after step 0, as where .* choose another value with --by",
     ):
         pair_results(without_accuracy(run), reference)
 
